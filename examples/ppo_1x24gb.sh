@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# PPO on one card of 24 GB (RTX 3090, RTX 4090, L4, A10): actor and critic of 0.5B, every parameter trained.
+#
+# Two trained models and vLLM share the card, so each trained model is on the host while another phase runs: no phase
+# then holds more than one of them. Update of the actor: 16 bytes a parameter, 7.4 GiB, and about 9 GiB for the logits of
+# 4096 tokens. The critic has no vocabulary, and takes more tokens. Host: about 14 GiB.
+set -euo pipefail
+
+MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
+TRAIN_FILES=${TRAIN_FILES:-$HOME/data/gsm8k/train.parquet}
+VAL_FILES=${VAL_FILES:-$HOME/data/gsm8k/test.parquet}
+
+exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
+    trainer.plugin=sharding \
+    trainer.nnodes=1 \
+    trainer.n_gpus_per_node=1 \
+    algorithm.adv_estimator=gae \
+    algorithm.use_kl_in_reward=True \
+    data.train_files="$TRAIN_FILES" \
+    data.val_files="$VAL_FILES" \
+    data.train_batch_size=64 \
+    data.max_prompt_length=512 \
+    actor_rollout_ref.model.path="$MODEL" \
+    actor_rollout_ref.actor.strategy=fsdp2 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+    critic.model.path="$MODEL" \
+    critic.strategy=fsdp2 \
+    sharding.roles.actor.devices=[0] \
+    sharding.roles.critic.devices=[0] \
+    sharding.roles.ref.devices=[0] \
+    sharding.roles.actor.max_tokens=4096 \
+    sharding.roles.actor.offload.params=true \
+    sharding.roles.actor.offload.optimizer=true \
+    sharding.roles.critic.max_tokens=8192 \
+    sharding.roles.critic.offload.params=true \
+    sharding.roles.critic.offload.optimizer=true \
+    sharding.roles.rollout.max_new_tokens=1024 \
+    sharding.roles.rollout.batch_size=128 \
+    sharding.roles.rollout.gpu_memory_utilization=0.5 \
+    trainer.logger=[console] \
+    trainer.project_name=verl_sharding_examples \
+    trainer.val_before_train=False \
+    trainer.total_epochs=1 \
+    "$@"

@@ -1,0 +1,251 @@
+"""Keys of older verl releases: every one is answered, every replacement exists, nothing else is answered."""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from verl_ext_sharding import versions
+from verl_ext_sharding.config.old_keys import answer
+from verl_ext_sharding.config.old_keys_table import REPLACEMENTS
+from verl_ext_sharding.errors import ConfigError
+
+DATA = Path(__file__).parent / "data"
+PRIMARY = {
+    "dp": ("ppo_trainer", "dp"),
+    "megatron": ("ppo_megatron_trainer", "megatron"),
+    "veomni": ("ppo_trainer", "veomni"),
+    "torchtitan": ("ppo_trainer", "torchtitan"),
+    "mindspeed": ("ppo_trainer", "megatron"),  # its engine is Megatron's on NPUs since 0.9.1
+}
+
+
+def config_dir() -> str:
+    spec = importlib.util.find_spec("verl")  # finds the package without importing it
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("verl is not installed")
+    return str(Path(spec.submodule_search_locations[0], "trainer", "config"))
+
+
+def _walk(config: DictConfig, prefix: str = ""):
+    for key in config:
+        node = config._get_node(key)
+        yield f"{prefix}{key}"
+        if isinstance(node, DictConfig) and not (node._is_none() or node._is_interpolation() or node._is_missing()):
+            yield from _walk(node, f"{prefix}{key}.")
+
+
+@functools.cache
+def tree(engine: str) -> frozenset[str]:
+    """Every key of the installed verl's composed config for a model engine."""
+    name, model_engine = PRIMARY[engine]
+    with initialize_config_dir(config_dir=config_dir(), version_base=None):
+        return frozenset(_walk(compose(name, overrides=[f"model_engine={model_engine}"])))
+
+
+@functools.cache
+def removed(file: str) -> list[tuple[str, str, str]]:
+    """`(key, last release that had it, engine)` of a list in `data/`."""
+    lines = [line.split() for line in (DATA / file).read_text().splitlines() if not line.startswith("#")]
+    return [(key, last, engine) for key, last, engines in lines for engine in engines.split(",")]
+
+
+LISTS = ("keys_removed_since_0_7.txt", "keys_removed_before_0_7.txt")
+
+
+@pytest.mark.parametrize("file", LISTS)
+def test_every_removed_key_is_answered(file):
+    unanswered = [
+        key for key, _, engine in removed(file) if key not in tree(engine) and answer(key, "1", tree(engine)) is None
+    ]
+    assert unanswered == []
+
+
+@pytest.mark.skipif(versions.installed("verl") != "0.9.1", reason="the lists are made against verl 0.9.1")
+@pytest.mark.parametrize("file", LISTS)
+def test_the_lists_hold_only_keys_that_verl_lacks(file):
+    assert [key for key, _, engine in removed(file) if key in tree(engine)] == []
+
+
+def test_the_list_since_0_7_is_whole():
+    keys = {key for key, _, _ in removed(LISTS[0])}
+    assert len(keys) == 410
+    assert {"critic.model.fsdp_config.param_offload", "reward_manager.name", "data.sampler.class_path"} <= keys
+
+
+@pytest.mark.parametrize("file", LISTS)
+def test_every_replacement_exists_in_verl(file):
+    everywhere = frozenset().union(*map(tree, PRIMARY))
+    answers = [answer(key, "1", tree(engine)) for key, _, engine in removed(file)]
+    places = {a.new_key for a in answers if a is not None and a.new_key is not None}
+    missing = [place for place in places if not place.startswith("+") and place not in everywhere]
+    assert missing == []
+
+
+@pytest.mark.parametrize("file", LISTS)
+def test_hydra_accepts_each_replacement_that_it_must_add(file):
+    answers = [answer(key, "1", tree(engine)) for key, _, engine in removed(file)]
+    added = sorted({f"{a.new_key}.x=1" for a in answers if a is not None and a.new_key and a.new_key[0] == "+"})
+    assert added
+    with initialize_config_dir(config_dir=config_dir(), version_base=None):
+        for override in added:
+            compose("ppo_trainer", overrides=[override])
+
+
+@pytest.mark.parametrize("file", LISTS)
+def test_no_answer_claims_that_a_key_left_before_its_last_release(file):
+    def release(text):
+        return tuple(int(part) for part in (text + ".0.0").split(".")[:3])
+
+    early = [
+        (key, last, found.since)
+        for key, last, engine in removed(file)
+        if (found := answer(key, "1", tree(engine))) and release(found.since) <= release(last)
+    ]
+    assert early == []
+
+
+@pytest.mark.parametrize("replacement", REPLACEMENTS, ids=lambda replacement: replacement.old)
+def test_each_entry_gives_a_reason_without_a_full_stop(replacement):
+    assert replacement.reason
+    assert not replacement.reason.endswith(".")
+
+
+def test_no_entry_stands_in_the_shadow_of_an_earlier_one():
+    olds = [replacement.old for replacement in REPLACEMENTS]
+    blocks = [old.removesuffix("*") for old in olds if old.endswith(".*")]
+    shadowed = [
+        old for i, old in enumerate(olds) for block in blocks if old.startswith(block) and olds.index(f"{block}*") < i
+    ]
+    assert shadowed == []
+    assert len(olds) == len(set(olds))
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "remedy"),
+    [
+        ("critic.model.fsdp_config.param_offload", "True", "write critic.fsdp.param_offload=True"),
+        ("critic.fsdp_config.offload_policy", "true", "write critic.fsdp.offload_policy=true"),
+        (
+            "actor_rollout_ref.actor.offload_policy",
+            "True",
+            "write actor_rollout_ref.actor.fsdp_config.offload_policy=True",
+        ),
+        (
+            "+critic.model.fsdp_config.mixed_precision.param_dtype",
+            "bf16",
+            "write +critic.fsdp.mixed_precision.param_dtype=bf16",
+        ),
+        ("critic.nccl_timeout", "1200", "write actor_rollout_ref.nccl_timeout=1200"),
+        ("reward_manager.name", "dapo", "write reward.reward_manager.name=dapo"),
+        ("actor_rollout_ref.rollout.skip_rollout", "True", "write skip.rollout_tq.enable=True"),
+        ("actor_rollout_ref.rollout.skip.max_dump_step", "3", "write skip.rollout_tq.steps=[1,2,3]"),
+        ("actor_rollout_ref.rollout.skip.action", "repeat_last", "write skip.rollout_tq.action=repeat"),
+        (
+            "critic.profiler.tool_config.torch.step_start",
+            "3",
+            "write critic.profiler.tool_config.torch.schedule.wait=2",
+        ),
+        (
+            "algorithm.rollout_correction.rollout_token_veto_threshold",
+            "1e-4",
+            "write algorithm.rollout_correction.rollout_rs=seq_max_k2 "
+            "algorithm.rollout_correction.rollout_rs_threshold=42.42",
+        ),
+        ("trainer.profile_steps", "[1,2]", "write global_profiler.steps=[1,2]"),
+        ("ray_init.num_cpus", "16", "write ray_kwargs.ray_init.num_cpus=16"),
+    ],
+)
+def test_the_answer_is_what_to_type(written, value, remedy):
+    found = answer(written, value, tree("dp"))
+    assert found is not None
+    assert found.remedy == remedy
+    assert found.available
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ("actor_rollout_ref.actor.fsdp_config.grad_offload", "param_offload"),
+        ("critic.model.fsdp_config.grad_offload", "critic.fsdp.param_offload"),
+        ("reward_model.model.fsdp_config.param_offload", "vLLM or SGLang server"),
+        ("trainer.use_legacy_worker_impl", "trainer.use_v1"),
+        ("data.datagen.path", "data.custom_cls.path"),
+    ],
+)
+def test_a_key_without_successor_says_why_it_is_gone(written, why):
+    found = answer(written, "True", tree("dp"))
+    assert found is not None
+    assert found.overrides == ()
+    assert found.remedy == f"remove {written}"
+    assert why in found.reason
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_the_plus_of_hydra_does_not_hide_an_old_key(prefix):
+    found = answer(f"{prefix}critic.model.fsdp_config.fsdp_size", "2", tree("dp"))
+    assert found is not None
+    assert found.overrides == ("critic.fsdp.fsdp_size=2",)
+
+
+def test_a_deleted_key_is_deleted_in_its_new_place():
+    found = answer("~reward_manager.module", None, tree("dp"))
+    assert found is not None
+    assert found.overrides == ("~reward.reward_manager.module",)
+
+
+def test_a_null_that_needs_another_form_is_just_removed():
+    found = answer("algorithm.rollout_correction.rollout_rs_threshold_lower", "null", tree("dp"))
+    assert found is not None
+    assert found.remedy == "remove algorithm.rollout_correction.rollout_rs_threshold_lower"
+
+
+def test_a_typo_in_a_moved_block_gets_the_nearest_key_of_the_new_one():
+    found = answer("critic.model.fsdp_config.parm_offload", "True", tree("dp"))
+    assert found is not None
+    assert found.overrides == ("critic.fsdp.param_offload=True",)
+    assert "critic.fsdp has no parm_offload" in found.reason
+
+
+def test_router_replay_goes_to_the_engine_of_the_run():
+    written = "actor_rollout_ref.actor.router_replay.mode"
+    assert answer(written, "R3", tree("megatron")).overrides == (
+        "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+    )
+    assert answer(written, "R3", tree("veomni")).overrides == ("actor_rollout_ref.actor.veomni.router_replay.mode=R3",)
+    elsewhere = answer(written, "R3", tree("dp"))
+    assert not elsewhere.available
+    assert "with model_engine=megatron" in elsewhere.remedy
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.plugn",
+        "actor_rollout_ref.actor.lrr",
+        "critic.model.pathh",
+        "reward.nothing",
+        "sharding.roles.critc.devices",
+        "critic.model.fsdp_configs.param_offload",
+        "actor_rollout_ref.rollout.load_weight",
+        "critic",
+        "",
+    ],
+)
+def test_a_key_that_never_existed_is_not_answered(key):
+    assert answer(key, "1", tree("dp") - {"critic"}) is None
+
+
+def test_keys_that_verl_still_has_are_not_answered():
+    assert [key for key in tree("dp") if answer(key, "1", tree("dp")) is not None] == []
+
+
+def test_the_error_names_key_value_reason_and_remedy():
+    error = answer("critic.model.fsdp_config.param_offload", "True", tree("dp")).error()
+    assert isinstance(error, ConfigError)
+    text = str(error)
+    for part in ("critic.model.fsdp_config.param_offload=True", "does not start", "critic.fsdp.param_offload=True"):
+        assert part in text

@@ -1,0 +1,74 @@
+"""`verl-sharding doctor`: what is installed, what is active, which patches fit. Runs when verl does not import."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from importlib import metadata
+
+from verl_ext_sharding import envs, versions
+from verl_ext_sharding.cli import render
+from verl_ext_sharding.patching import ledger
+
+DISTRIBUTIONS = ("verl", "torch", "ray", "vllm", "sglang", "transformers", "accelerate", "hydra-core", "TransferQueue")
+
+
+def run(*, as_json: bool) -> int:
+    """Prints versions, the state of the plugin and the table of patches; exit code 1 when something is wrong."""
+    found = {name: versions.installed(name) for name in DISTRIBUTIONS}
+    problems = _problems(found)
+    patches = ledger.forecast()
+    if as_json:
+        render.show_json(
+            {
+                "version": versions.__version__,
+                "installed": found,
+                "problems": problems,
+                "patches": [asdict(patch) for patch in patches],
+            }
+        )
+        return int(bool(problems))
+    rows = [("verl-ext-sharding", versions.__version__, ""), *((n, v, _remark(n, v)) for n, v in found.items())]
+    render.show(render.table("Installed", ("distribution", "version", "remark"), rows))
+    columns = ("patch", "target", "fits", "applied in", "why not")
+    render.show(
+        render.table(
+            "Patches of a run with trainer.plugin=sharding (none acts in any other run)",
+            columns,
+            [
+                (p.id, p.target, "yes" if p.state == "pending" else "no", ", ".join(sorted(p.processes)), p.reason)
+                for p in patches
+            ],
+        )
+    )
+    for problem in problems:
+        render.show(f"problem: {problem}")
+    if not problems:
+        render.show(
+            "ready: add trainer.plugin=sharding to a verl command; VERL_SHARDING_DISABLE=1 keeps the plugin out"
+        )
+    return int(bool(problems))
+
+
+def _remark(name: str, version: str | None) -> str:
+    if name == "verl" and version is not None and not versions.in_range(version):
+        return f"supported: {versions.VERL_RANGE}"
+    return ""
+
+
+def _problems(found: dict[str, str | None]) -> list[str]:
+    problems = []
+    if found["verl"] is None:
+        problems.append("verl is not installed: pip install 'verl-ext-sharding[verl]'")
+    elif not versions.in_range(found["verl"]):
+        problems.append(
+            f"verl {found['verl']} is outside {versions.VERL_RANGE}: pip install 'verl{versions.VERL_RANGE}'"
+        )
+    if envs.disabled():
+        problems.append(f"{envs.DISABLE} is set, so the plugin stays out: unset {envs.DISABLE}")
+    allowed = os.environ.get(envs.VERL_PLUGINS, "auto").strip().lower()
+    if allowed != "auto" and "sharding" not in [name.strip() for name in allowed.split(",")]:
+        problems.append(f"{envs.VERL_PLUGINS}={allowed} keeps verl from loading the plugin: unset {envs.VERL_PLUGINS}")
+    if not any(point.name == "sharding" for point in metadata.entry_points(group="verl.plugins")):
+        problems.append("the entry point is not registered: pip install --force-reinstall --no-deps verl-ext-sharding")
+    return problems

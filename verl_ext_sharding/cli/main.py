@@ -1,0 +1,89 @@
+"""`verl-sharding`: the command line of verl-ext-sharding."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from verl_ext_sharding.errors import ShardingError
+from verl_ext_sharding.versions import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; errors of ours are printed without a traceback."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except ShardingError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verl-sharding", description="Each model of a verl job on its own devices, planned before launch."
+    )
+    parser.add_argument("--version", action="version", version=f"verl-ext-sharding {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_demo(commands)
+    _add_plan(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser("demo", help="train a tiny model for a few PPO steps, each role on its own device")
+    demo.add_argument("--steps", type=int, default=3, help="PPO steps (default 3)")
+    demo.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
+    demo.add_argument("--verbose", action="store_true", help="show everything that verl and Ray print")
+    demo.add_argument("overrides", nargs="*", help="further overrides for verl.trainer.main_ppo")
+    demo.set_defaults(run=_demo)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser("plan", help="what a command would do, without starting anything")
+    plan.add_argument(
+        "--placement", action="store_true", required=True, help="role, worker class, engine, devices, ranks"
+    )
+    plan.add_argument("--config-name", default="ppo_trainer", help="primary config (default ppo_trainer)")
+    plan.add_argument("--config-path", help="folder of a recipe's configs (default: verl's own)")
+    plan.add_argument("--json", action="store_true", help="for programs")
+    plan.add_argument("overrides", nargs="*", help="the overrides of your python -m verl.trainer.main_ppo command")
+    plan.set_defaults(run=_plan)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser("doctor", help="what is installed, what is active, which patches fit")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(run=_doctor)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from verl_ext_sharding.demo import runner
+
+    return runner.run(
+        steps=options.steps, device=options.device, verbose=options.verbose, overrides=tuple(options.overrides)
+    )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from verl_ext_sharding.cli import plan
+
+    return plan.run(
+        overrides=options.overrides,
+        config_name=options.config_name,
+        config_path=options.config_path,
+        as_json=options.json,
+    )
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from verl_ext_sharding.cli import doctor
+
+    return doctor.run(as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

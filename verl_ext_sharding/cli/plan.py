@@ -1,0 +1,80 @@
+"""`verl-sharding plan`: composes the config of a command and prints what the run would do. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from verl_ext_sharding.cli import render
+from verl_ext_sharding.config.changes import parse_overrides
+from verl_ext_sharding.errors import ConfigError
+
+
+def run(*, overrides: Sequence[str], config_name: str, config_path: str | None, as_json: bool) -> int:
+    """Prints the placement of a command.
+
+    Args:
+        overrides: As given to `python -m verl.trainer.main_ppo`; `trainer.plugin=sharding` may be left out.
+        config_name: Primary config.
+        config_path: Folder of configs, None: verl's.
+        as_json: Print JSON instead of tables.
+    """
+    from verl_ext_sharding import driver
+
+    config = compose(overrides, config_name, config_path)
+    plan = driver.prepare(config, explicit=parse_overrides(overrides))
+    if as_json:
+        render.show_json({**plan.table.as_dict(), "changes": [asdict(change) for change in plan.changes]})
+        return 0
+    render.show_changes(plan.changes)
+    render.show_placement(plan.table)
+    return 0
+
+
+def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_path: str | None = None) -> Any:
+    """verl's config with overrides, composed without importing verl or torch.
+
+    Raises:
+        ConfigError: Hydra refuses an override.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+
+    from verl_ext_sharding.config import hydra_source
+    from verl_ext_sharding.config.schema import PLUGIN_NAME
+    from verl_ext_sharding.patch_points import hydra_overrides
+    from verl_ext_sharding.patching import apply
+
+    hydra_source.register()
+    apply(hydra_overrides.SPEC)
+    folder = Path(config_path).resolve() if config_path else _verl_configs()
+    switched_on = any(line.startswith("trainer.plugin=") for line in overrides)
+    lines = list(overrides) if switched_on else [*overrides, f"trainer.plugin={PLUGIN_NAME}"]
+    try:
+        with initialize_config_dir(str(folder), version_base=None):
+            return hydra_compose(config_name, overrides=lines)
+    except HydraException as error:
+        raise ConfigError(
+            "the overrides",
+            expected=f"overrides of {config_name}",
+            found=str(error),
+            consequence="nothing is planned",
+            remedy="correct the override named above",
+        ) from error
+
+
+def _verl_configs() -> Path:
+    found = util.find_spec("verl")  # finds a top-level package without importing it
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError(
+            "verl",
+            expected="installed in this environment",
+            found="not found",
+            consequence="there is no config to plan for",
+            remedy="pip install 'verl-ext-sharding[verl]'",
+        )
+    return Path(next(iter(found.submodule_search_locations))) / "trainer" / "config"

@@ -1,0 +1,91 @@
+"""Tables for people. Everything that prints lives in this room; what is printed comes in as data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from verl_ext_sharding.config.changes import KeyChange
+from verl_ext_sharding.placement.devices import format_devices
+from verl_ext_sharding.placement.table import PlacementTable
+
+LOG_WIDTH = 130
+"""Columns where output is no terminal (log files, Ray's forwarding), so that tables there are not folded at 80."""
+
+
+def console() -> Console:
+    """A console on standard output."""
+    width = None if sys.stdout.isatty() else LOG_WIDTH
+    return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """A plain table; a value of None reads `n/a`."""
+    drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        drawn.add_column(column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*("n/a" if value is None else str(value) for value in row))
+    return drawn
+
+
+def show(drawn: Table | str) -> None:
+    """Prints a table or a line as it is."""
+    console().print(drawn, markup=False)
+
+
+def show_json(data: Any) -> None:
+    """Prints data for programs."""
+    sys.stdout.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+def show_placement(placement: PlacementTable, title: str = "Roles and devices (planned)") -> None:
+    """Prints the placement table with its notes."""
+    rows = [
+        (
+            row.role,
+            row.worker_class,
+            row.engine,
+            format_devices(row.devices) if row.devices else "own pool",
+            row.ranks,
+            ",".join(map(str, row.nodes)) or None,
+            row.shares,
+        )
+        for row in placement.rows
+    ]
+    show(table(title, ("role", "worker class", "engine", "devices", "ranks", "node", "shares with"), rows))
+    for note in placement.notes:
+        show(f"  - {note}")
+
+
+def show_changes(changes: Sequence[KeyChange]) -> None:
+    """Prints which of verl's keys were set, and why, as overrides that can be copied."""
+    reasons: dict[str, list[KeyChange]] = {}
+    for change in changes:
+        reasons.setdefault(change.why, []).append(change)
+    for why, group in reasons.items():
+        show(f"set because of {why}:")
+        for change in group:
+            show(f"  {change.key}={_override(change.new)}  (was {_override(change.old)})")
+
+
+def show_read_back(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints the devices that the workers really have."""
+    columns = ("role", "rank", "device", "node", "accelerator", "worker", "engine", "pid")
+    cells = [tuple(row[column] for column in columns) for row in rows]
+    show(table("Roles and devices (read back from the workers)", columns, cells))
+
+
+def _override(value: Any) -> str:
+    """A value as Hydra reads it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_override(item)}" for key, item in value.items()) + "}"
+    return str(value)

@@ -1,0 +1,112 @@
+"""What `trainer.device=cpu` needs of verl's config: values that stand in for defaults, and clear errors for the rest."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext_sharding.config.changes import KeyChange
+from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.placement.bundles import Placement
+from verl_ext_sharding.placement.job import JobFacts
+
+_WHY = "trainer.device=cpu"
+
+_DEFAULTS: dict[str, Any] = {
+    "actor_rollout_ref.actor.strategy": "fsdp2",
+    "actor_rollout_ref.ref.strategy": "fsdp2",
+    "critic.strategy": "fsdp2",
+    "actor_rollout_ref.rollout.name": "hf",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "actor_rollout_ref.model.use_remove_padding": False,
+    "critic.model.use_remove_padding": False,
+    "actor_rollout_ref.actor.use_torch_compile": False,
+    "actor_rollout_ref.ref.use_torch_compile": False,
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+    "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
+    "critic.fsdp.use_torch_compile": False,
+    "actor_rollout_ref.rollout.agent.num_workers": 1,
+    "reward.num_workers": 1,
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    "data.dataloader_num_workers": 0,
+}
+"""verl's defaults that can't run on a CPU, or that start tens of processes which a small machine can't hold."""
+
+_FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+_PRECISION = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+
+
+def is_cpu(config: DictConfig) -> bool:
+    """Whether the run asks for the CPU."""
+    return str(OmegaConf.select(config, "trainer.device", default="cuda")) == "cpu"
+
+
+def changes(config: DictConfig, facts: JobFacts, placement: Placement) -> Iterator[KeyChange]:
+    """Values that stand in for verl's defaults on a CPU; what the user wrote wins.
+
+    Args:
+        config: verl's composed config.
+        facts: The job.
+        placement: Where its roles run.
+    """
+    for key, value in _DEFAULTS.items():
+        yield KeyChange(key=key, new=value, why=_WHY, default=True)
+    for block in _PRECISION:
+        if OmegaConf.select(config, f"{block}.mixed_precision", default=None) is None:
+            yield KeyChange(key=f"{block}.mixed_precision", new=dict(_FP32), why=_WHY, default=True)
+    yield KeyChange(key="actor_rollout_ref.rollout.dtype", new="float32", why=_WHY, default=True)
+    for model in ("actor_rollout_ref.model", "critic.model"):
+        key = f"{model}.override_config.attn_implementation"
+        if OmegaConf.select(config, key, default=None) is None:
+            yield KeyChange(key=key, new="sdpa", why=_WHY, default=True)
+    yield from _ray(config, facts, placement)
+
+
+def _ray(config: DictConfig, facts: JobFacts, placement: Placement) -> Iterator[KeyChange]:
+    """Logical devices, and CPUs for their bundles, where this process starts a Ray of one node itself."""
+    if placement.topology.num_nodes > 1 or "RAY_OVERRIDE_RESOURCES" in os.environ or "RAY_ADDRESS" in os.environ:
+        return
+    needed = placement.topology.num_devices * placement.colocate_count + facts.transfer_queue_units + 4
+    yield KeyChange(key="ray_kwargs.ray_init.num_gpus", new=placement.topology.num_devices, why=_WHY, default=True)
+    if OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus", default=None) is None:
+        num_cpus = math.ceil(max(needed, os.cpu_count() or 1))
+        yield KeyChange(key="ray_kwargs.ray_init.num_cpus", new=num_cpus, why=_WHY, default=True)
+
+
+def check(config: DictConfig, explicit: Mapping[str, str]) -> None:
+    """Refuses what the user wrote and a CPU can't do.
+
+    Raises:
+        ConfigError: Names the key and what to write.
+    """
+    impossible = {
+        "actor_rollout_ref.actor.strategy": ("fsdp2", {"fsdp2"}),
+        "actor_rollout_ref.ref.strategy": ("fsdp2", {"fsdp2"}),
+        "critic.strategy": ("fsdp2", {"fsdp2"}),
+        "actor_rollout_ref.rollout.name": ("hf", {"hf"}),
+    }
+    for key, (value, allowed) in impossible.items():
+        written = explicit.get(key)
+        if written is not None and written not in allowed:
+            raise ConfigError(
+                key,
+                expected=f"{value} on trainer.device=cpu",
+                found=written,
+                consequence="the run does not start",
+                remedy=f"{key}={value}, or remove trainer.device=cpu",
+            )
+    for model in ("actor_rollout_ref.model", "critic.model"):
+        attention = OmegaConf.select(config, f"{model}.override_config.attn_implementation", default=None)
+        if attention not in (None, "sdpa", "eager"):
+            raise ConfigError(
+                f"{model}.override_config.attn_implementation",
+                expected="sdpa or eager on trainer.device=cpu",
+                found=str(attention),
+                consequence="the run does not start",
+                remedy=f"+{model}.override_config.attn_implementation=sdpa",
+            )

@@ -1,0 +1,126 @@
+"""Reads what placement must know of a job out of verl's composed config. No verl import: plain keys only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext_sharding.placement.job import EngineFacts, JobFacts, ServerFacts
+
+_MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def job_facts(config: DictConfig) -> JobFacts:
+    """The job as placement sees it.
+
+    Args:
+        config: verl's composed PPO config, not necessarily resolved.
+    """
+    mode = str(_get(config, "trainer.v1.trainer_mode", "sync"))
+    engines = {"actor": _engine(config, "actor_rollout_ref.actor", "fsdp_config", "ActorRolloutRefWorker")}
+    if needs_reference(config):
+        engines["ref"] = _engine(config, "actor_rollout_ref.ref", "fsdp_config", "ActorRolloutRefWorker", trains=False)
+    if needs_critic(config):
+        engines["critic"] = _engine(config, "critic", "fsdp", "TrainingWorker")
+    return JobFacts(
+        num_nodes=int(config.trainer.nnodes),
+        devices_per_node=int(config.trainer.n_gpus_per_node),
+        mode=mode,
+        engines=engines,
+        rollout=_server(
+            _get(config, "actor_rollout_ref.rollout", {}),
+            own_devices=_own(config, "actor_rollout_ref.rollout") if mode == "separate_async" else 0,
+        ),
+        reward=_reward(config),
+        teacher=_teacher(config),
+        ref_in_actor=uses_lora(config),
+        hybrid_rollout=mode != "separate_async" or bool(_get(config, "actor_rollout_ref.hybrid_engine", True)),
+        train_batch_size=int(config.data.train_batch_size),
+        rollout_n=int(_get(config, "actor_rollout_ref.rollout.n", 1)),
+        parameter_sync_step=int(_get(config, f"trainer.v1.{mode}.parameter_sync_step", 1)),
+        transfer_queue_units=_transfer_queue_units(config),
+    )
+
+
+def needs_critic(config: DictConfig) -> bool:
+    """As verl's `trainer.ppo.utils.need_critic`."""
+    enable = _get(config, "critic.enable", None)
+    return bool(enable) if enable is not None else str(config.algorithm.adv_estimator) == "gae"
+
+
+def needs_reference(config: DictConfig) -> bool:
+    """As verl's `trainer.ppo.utils.need_reference_policy`."""
+    return bool(
+        _get(config, "algorithm.use_kl_in_reward", False) or _get(config, "actor_rollout_ref.actor.use_kl_loss", False)
+    )
+
+
+def uses_lora(config: DictConfig) -> bool:
+    """As verl's trainer decides `ref_in_actor` (trainer/ppo/v1/trainer_base.py)."""
+    rank = int(_get(config, "actor_rollout_ref.model.lora.rank", 0) or 0)
+    rank = rank if rank > 0 else int(_get(config, "actor_rollout_ref.model.lora_rank", 0) or 0)
+    return rank > 0 or _get(config, "actor_rollout_ref.model.lora_adapter_path", None) is not None
+
+
+def _engine(config: DictConfig, block: str, fsdp: str, worker: str, *, trains: bool = True) -> EngineFacts:
+    strategy = str(_get(config, f"{block}.strategy", "fsdp"))
+    if strategy == "megatron":
+        sizes = [int(_get(config, f"{block}.megatron.{name}", 1) or 1) for name in _MEGATRON_SIZES]
+        parallel = math.prod(sizes)
+    else:
+        ulysses = _get(config, f"{block}.{fsdp}.ulysses_sequence_parallel_size", 1) or 1
+        legacy = _get(config, f"{block}.ulysses_sequence_parallel_size", 1) or 1
+        parallel = max(int(ulysses), int(legacy))
+    mini = _get(config, f"{block}.ppo_mini_batch_size", None) if trains else None
+    return EngineFacts(
+        strategy=strategy,
+        model_parallel_size=parallel,
+        mini_batch_size=int(mini) if mini is not None else None,
+        worker_class=worker,
+    )
+
+
+def _server(block: Any, own_devices: int = 0) -> ServerFacts:
+    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    return ServerFacts(
+        name=str(_get(block, "name", None) or "unset"),
+        ranks_per_replica=math.prod(int(_get(block, size, 1) or 1) for size in sizes),
+        own_devices=own_devices,
+    )
+
+
+def _own(config: DictConfig, block: str) -> int:
+    return int(_get(config, f"{block}.nnodes", 0) or 0) * int(_get(config, f"{block}.n_gpus_per_node", 0) or 0)
+
+
+def _reward(config: DictConfig) -> ServerFacts | None:
+    if not _get(config, "reward.reward_model.enable", False):
+        return None
+    own_pool = bool(_get(config, "reward.reward_model.enable_resource_pool", False))
+    return _server(
+        _get(config, "reward.reward_model.rollout", {}), _own(config, "reward.reward_model") if own_pool else 0
+    )
+
+
+def _teacher(config: DictConfig) -> ServerFacts | None:
+    if not _get(config, "distillation.enabled", False):
+        return None
+    models = _get(config, "distillation.teacher_models", {}) or {}
+    first: Any = next((model for model in models.values() if _get(model, "inference", None) is not None), {})
+    return _server(_get(first, "inference", {}), _own(config, "distillation"))
+
+
+def _transfer_queue_units(config: DictConfig) -> int:
+    if str(_get(config, "transfer_queue.backend.storage_backend", "SimpleStorage")) != "SimpleStorage":
+        return 1
+    return 1 + int(_get(config, "transfer_queue.backend.SimpleStorage.num_data_storage_units", 8))
+
+
+def _get(config: Any, key: str, default: Any) -> Any:
+    """A key's value, or the default when the path doesn't exist or is `???`."""
+    if not OmegaConf.is_config(config):
+        config = OmegaConf.create(config)
+    value = OmegaConf.select(config, key, default=default, throw_on_missing=False)
+    return default if value is None else value

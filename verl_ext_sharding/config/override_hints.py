@@ -1,0 +1,66 @@
+"""Errors of Hydra overrides in the user's words: which key was meant, which type is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_ext_sharding.config.schema import PLUGIN_NAME, unknown_key
+from verl_ext_sharding.config.translate import request_of
+from verl_ext_sharding.errors import ConfigError
+
+
+def explain(error: Exception, overrides: Iterable[Any], config: DictConfig) -> str | None:
+    """A better message for an override that Hydra refused, or None when we know nothing better.
+
+    Args:
+        error: Hydra's exception.
+        overrides: The parsed overrides.
+        config: The config that they were applied to.
+    """
+    if "sharding" not in config:
+        return None
+    for override in overrides:
+        key = override.key_or_group
+        if f"'{key}'" in str(error) or override.input_line in str(error):
+            path, name, known = _first_missing(config, key)
+            ours = key.startswith("sharding") or key.startswith("trainer.plug") or override.value() == PLUGIN_NAME
+            if name is None or not ours:
+                return None
+            return str(unknown_key(path, name, known)).replace("..", ".")
+    return None
+
+
+def _first_missing(config: DictConfig, key: str) -> tuple[str, str | None, list[str]]:
+    """Where a dotted key leaves the tree: the path so far, the missing name, the names that there are."""
+    node: Any = config
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if not isinstance(node, DictConfig) or part not in node:
+            known = [str(name) for name in node] if isinstance(node, DictConfig) else []
+            return ".".join(parts[:depth]), part, known
+        node = node._get_node(part)
+    return key, None, []
+
+
+def check_types(config: DictConfig) -> None:
+    """Checks the composed `sharding` block.
+
+    Raises:
+        ConfigCompositionException: A value has the wrong type or range.
+    """
+    from hydra.errors import ConfigCompositionException
+
+    if not isinstance(config, DictConfig) or "sharding" not in config:
+        return
+    try:
+        block = OmegaConf.create({"sharding": OmegaConf.to_container(config.sharding, resolve=True)})
+    except OmegaConfBaseException:
+        return  # an interpolation that only the run can resolve; the driver checks again
+    try:
+        request_of(block)
+    except ConfigError as error:
+        raise ConfigCompositionException(str(error)) from error

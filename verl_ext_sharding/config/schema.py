@@ -1,0 +1,332 @@
+"""The typed form of the user's `sharding` block: frozen dataclasses, checked as they are built.
+
+Nothing here needs a device, torch or verl. `null` in the user's config is `None` here and always means
+"leave verl's setting alone".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, Union
+
+from verl_ext_sharding.errors import ConfigError, did_you_mean
+
+PLUGIN_NAME = "sharding"
+"""Value of `trainer.plugin` that switches the plugin on."""
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+DeviceSpec = Union[int, str, list[Any], Mapping[str, Any], None]  # noqa: UP007  (evaluated at run time on 3.10)
+
+_BYTES = re.compile(r"\s*\d+(\.\d+)?\s*([KMGT]i?B|B)\s*", re.IGNORECASE)
+
+
+@dataclass(kw_only=True, frozen=True)
+class CheckpointingConfig:
+    """How a role trades recomputation for activation memory.
+
+    Args:
+        policy: `full` recomputes each layer, `every_n` one layer in `every`, `selective` keeps the outputs of matmuls
+            and attention, `budget` keeps what fits `budget`.
+        every: For `every_n`: 1 or more.
+        budget: For `budget`: a share of the activation memory (0 to 1) or bytes as text ("4GiB").
+        use_reentrant: Only false: reentrant checkpointing breaks activation offload and frozen inputs.
+    """
+
+    policy: Literal["full", "every_n", "selective", "budget"] = "full"
+    every: int = 2
+    budget: float | str = 0.5
+    use_reentrant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise _bad("every", "1 or more", self.every, "every=2")
+        if isinstance(self.budget, str) and not _BYTES.fullmatch(self.budget):
+            raise _bad("budget", 'a share (0 to 1) or bytes such as "4GiB"', self.budget, "budget=0.5")
+        if isinstance(self.budget, int | float) and not 0 <= self.budget <= 1:
+            raise _bad("budget", "a share from 0 to 1", self.budget, "budget=0.5")
+        if self.use_reentrant:
+            raise _bad("use_reentrant", "false", "true", "use_reentrant=false")
+
+
+@dataclass(kw_only=True, frozen=True)
+class OffloadConfig:
+    """What of a role lives in host memory while it is not used."""
+
+    params: bool | None = None
+    optimizer: bool | None = None
+    activations: bool | None = None
+
+
+@dataclass(kw_only=True, frozen=True)
+class RoleConfig:
+    """Settings of one model of the job. See the comments in `group/sharding/base.yaml`."""
+
+    devices: DeviceSpec = None
+    layout: Literal["fsdp", "device_map"] | None = None
+    device_map: str | Mapping[str, Any] = "auto"
+    dtype: Dtype | None = None
+    compute_dtype: Dtype | None = None
+    attn_implementation: Literal["auto", "flash_attention_2", "varlen", "sdpa", "eager"] | None = None
+    gradient_checkpointing: bool | CheckpointingConfig | None = None
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    micro_batch_size: int | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise _bad(name, "1 or more", value, f"{name}=1")
+
+
+@dataclass(kw_only=True, frozen=True)
+class ActorConfig(RoleConfig):
+    """The actor; `logits` says how log-probs over the vocabulary are computed."""
+
+    logits: Literal["auto", "fused", "chunked", "full"] | None = None
+
+
+@dataclass(kw_only=True, frozen=True)
+class RefConfig(ActorConfig):
+    """The reference policy."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class RolloutConfig:
+    """Limits of the generation servers. `devices` follows the actor, see `placement.checks`."""
+
+    devices: DeviceSpec = None
+    batch_size: int | None = None
+    max_new_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise _bad(name, "1 or more", value, f"{name}=64")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share < 1:
+            raise _bad("gpu_memory_utilization", "a share between 0 and 1", share, "gpu_memory_utilization=0.5")
+
+
+@dataclass(kw_only=True, frozen=True)
+class RewardConfig(RoleConfig):
+    """The reward model."""
+
+    max_input_tokens: int | Literal["auto"] = "auto"
+    execution_device: str | None = None
+
+
+@dataclass(kw_only=True, frozen=True)
+class RolesConfig:
+    """One block for each model of the job."""
+
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    critic: RoleConfig = field(default_factory=RoleConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    teacher: RoleConfig = field(default_factory=RoleConfig)
+
+
+@dataclass(kw_only=True, frozen=True)
+class PlacementConfig:
+    """How devices become Ray bundles.
+
+    Args:
+        max_colocate_count: CPUs reserved with each device, and so the most worker processes that can share one.
+            None: verl's own 3, or more where more roles share a device.
+        timeout_s: How long to wait for Ray to reserve the devices before the run ends with what Ray has.
+    """
+
+    max_colocate_count: int | None = None
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.max_colocate_count is not None and self.max_colocate_count < 1:
+            raise _bad("max_colocate_count", "1 or more", self.max_colocate_count, "max_colocate_count=3")
+        if self.timeout_s <= 0:
+            raise _bad("timeout_s", "more than 0 seconds", self.timeout_s, "timeout_s=120")
+
+
+@dataclass(kw_only=True, frozen=True)
+class MemoryConfig:
+    """What the planner may count on: GiB per GPU and per host (None: read from the devices), share kept free."""
+
+    gpu_gib: float | None = None
+    host_gib: float | None = None
+    headroom: float = 0.08
+
+
+@dataclass(kw_only=True, frozen=True)
+class GuardsConfig:
+    """What is checked while the job runs."""
+
+    align_inputs: bool = True
+    token_ids: Literal["error", "mask", "off"] = "error"
+    reward_length: Literal["truncate", "error", "off"] = "truncate"
+
+
+@dataclass(kw_only=True, frozen=True)
+class CommunicationConfig:
+    """Environment of collective communication; `auto` looks at the hardware."""
+
+    infiniband: bool | Literal["auto"] = "auto"
+    p2p: bool | Literal["auto"] = "auto"
+    async_error_handling: bool = True
+
+
+@dataclass(kw_only=True, frozen=True)
+class MonitorConfig:
+    """Live view and report: sampling interval in seconds, folder of the HTML report."""
+
+    interval_s: float = 1.0
+    report: str | None = None
+
+
+@dataclass(kw_only=True, frozen=True)
+class ShardingConfig:
+    """The whole `sharding` block."""
+
+    fit: Literal["off", "report", "apply"] = "apply"
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+    @classmethod
+    def parse(cls, block: Mapping[str, Any]) -> ShardingConfig:
+        """Builds the typed request from the plain `sharding` mapping.
+
+        Args:
+            block: Nested dicts and lists, as `OmegaConf.to_container` gives them.
+
+        Raises:
+            ConfigError: A key is unknown or a value has the wrong type or range; the message names the right one.
+        """
+        return _build(cls, block, "sharding")
+
+    def changed(self) -> dict[str, Any]:
+        """`{dotted key: value}` of everything that differs from the defaults."""
+        return dict(_differences(self, type(self)(), "sharding"))
+
+
+T = TypeVar("T")
+
+
+def _build(cls: type[T], block: Any, path: str) -> T:
+    if not isinstance(block, Mapping):
+        raise _bad(path, "a block of keys", block, f"{path}.<key>=<value>")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for name, value in block.items():
+        if name not in names:
+            raise unknown_key(path, str(name), names)
+        values[str(name)] = _convert(hints[str(name)], value, f"{path}.{name}")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        if error.subject.startswith("sharding"):
+            raise
+        key = error.subject.rpartition(".")[2]
+        raise _bad(f"{path}.{key}", error.expected, error.found, f"{path}.{error.remedy}") from None
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """Checks one value against a type hint; nested dataclasses are built, everything else is returned as it is."""
+    options = _options(hint)
+    if value is False and "off" in options:
+        value = "off"  # YAML 1.1 reads a bare `off` as false
+    for option in options:
+        if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
+            return _build(option, value, path)  # type: ignore[arg-type]
+        if _matches(option, value):
+            return float(value) if option is float else value
+    raise _bad(path, " or ".join(dict.fromkeys(map(_spell, options))), value, f"{path}={_example(options)}")
+
+
+def _options(hint: Any) -> list[Any]:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return [option for part in typing.get_args(hint) for option in _options(part)]
+    if typing.get_origin(hint) is Literal:
+        return list(typing.get_args(hint))
+    return [hint]
+
+
+def _matches(option: Any, value: Any) -> bool:
+    if option is type(None):
+        return value is None
+    option = typing.get_origin(option) or option
+    if option is Mapping:
+        return isinstance(value, Mapping)
+    if option is bool:
+        return isinstance(value, bool)
+    if option is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if option is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(option, type):
+        return isinstance(value, option)
+    return type(value) is type(option) and value == option
+
+
+def _spell(option: Any) -> str:
+    if option is type(None):
+        return "null"
+    option = typing.get_origin(option) or option
+    names = {
+        bool: "true/false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        Mapping: "a map",
+    }
+    if option in names:
+        return names[option]
+    if dataclasses.is_dataclass(option):
+        return "{" + ", ".join(f.name for f in dataclasses.fields(option)) + "}"  # type: ignore[arg-type]
+    return str(option)
+
+
+def _example(options: list[Any]) -> str:
+    for option in options:
+        if isinstance(option, str):
+            return option
+    examples = {list: "[0]", bool: "true", int: "1", float: "0.5", str: "<text>"}
+    plain = [typing.get_origin(option) or option for option in options]
+    return next((examples[option] for option in plain if option in examples), "null")
+
+
+def _differences(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for f in dataclasses.fields(value):
+        here, there = getattr(value, f.name), getattr(default, f.name)
+        if dataclasses.is_dataclass(there) and dataclasses.is_dataclass(here):
+            yield from _differences(here, there, f"{path}.{f.name}")
+        elif here != there:
+            yield f"{path}.{f.name}", here
+
+
+def unknown_key(path: str, name: str, known: list[str]) -> ConfigError:
+    """The error for a key that doesn't exist, with the key that was probably meant."""
+    close = did_you_mean(name, known)
+    return ConfigError(
+        f"{path}.{name}: no such key",
+        expected=f"one of {', '.join(known)}",
+        found=name,
+        consequence="the run does not start",
+        remedy=f"did you mean {path}.{close}?" if close else f"remove {path}.{name}",
+    )
+
+
+def _bad(path: str, expected: str, found: Any, remedy: str) -> ConfigError:
+    return ConfigError(path, expected=expected, found=str(found), consequence="the run does not start", remedy=remedy)

@@ -1,0 +1,70 @@
+"""`RunSpec`: what the driver decided, as every Ray process of the run sees it (environment variable, JSON)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+
+from verl_ext_sharding import envs
+from verl_ext_sharding.placement.bundles import Placement
+from verl_ext_sharding.versions import __version__
+
+
+@dataclass(kw_only=True, frozen=True)
+class RunSpec:
+    """One run's decisions.
+
+    Args:
+        placement: Which role runs where.
+        hybrid_rollout: The actor's workers also hold the rollout adapter.
+        bundle_cpus: CPUs reserved with each device.
+        timeout_s: How long Ray may take to reserve the devices.
+        needed: Keys of the user's config that this run needs a patch for, see `PatchSpec.needed_by`.
+        version: Version of this package in the driver.
+    """
+
+    placement: Placement
+    hybrid_rollout: bool = True
+    bundle_cpus: int
+    timeout_s: float = 120.0
+    needed: tuple[str, ...] = ()
+    version: str = __version__
+
+    def to_json(self) -> str:
+        """JSON for the environment."""
+        return json.dumps(
+            {
+                "placement": json.loads(self.placement.to_json()),
+                "hybrid_rollout": self.hybrid_rollout,
+                "bundle_cpus": self.bundle_cpus,
+                "timeout_s": self.timeout_s,
+                "needed": list(self.needed),
+                "version": self.version,
+            },
+            sort_keys=True,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> RunSpec:
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        placement = Placement.from_json(json.dumps(fields.pop("placement")))
+        return cls(placement=placement, **fields | {"needed": tuple(fields["needed"])})
+
+    def digest(self) -> str:
+        """A short hash by which nodes compare what they were given."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+
+def current() -> RunSpec | None:
+    """The spec of the run that this Ray process belongs to, or None outside a run that asked for the plugin."""
+    text = os.environ.get(envs.SPEC)
+    return _parse(text) if text else None
+
+
+@functools.lru_cache(maxsize=1)
+def _parse(text: str) -> RunSpec:
+    return RunSpec.from_json(text)

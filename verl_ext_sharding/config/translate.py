@@ -1,0 +1,183 @@
+"""From the typed request to verl's own keys; what verl has no key for, and this version no code, is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext_sharding.config.changes import KeyChange
+from verl_ext_sharding.config.schema import RoleConfig, ShardingConfig
+from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.placement.bundles import Placement
+from verl_ext_sharding.placement.job import JobFacts
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_ENGINE_BLOCK = {
+    "actor": "actor_rollout_ref.actor.fsdp_config",
+    "ref": "actor_rollout_ref.ref.fsdp_config",
+    "critic": "critic.fsdp",
+}
+_MODEL_BLOCK = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
+_MICRO_BATCH = {
+    "actor": (
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    ),
+    "ref": ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",),
+    "critic": ("critic.ppo_micro_batch_size_per_gpu",),
+}
+_MAX_TOKENS = {
+    "actor": (
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    ),
+    "ref": ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",),
+    "critic": ("critic.ppo_max_token_len_per_gpu",),
+}
+_DYNAMIC = {
+    "actor": "actor_rollout_ref.actor.use_dynamic_bsz",
+    "ref": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+    "critic": "critic.use_dynamic_bsz",
+}
+
+
+def translate(request: ShardingConfig, facts: JobFacts, placement: Placement) -> list[KeyChange]:
+    """verl's own keys for everything in the request that verl has a key for.
+
+    Raises:
+        ConfigError: A key of the request has no effect in this version; nothing is skipped silently.
+    """
+    changes: list[KeyChange] = []
+    for role in ("actor", "ref", "critic"):
+        changes += _role(role, getattr(request.roles, role), facts)
+    changes += _rollout(request)
+    changes += _servers(placement, facts)
+    refuse_unsupported(request, handled={change.why for change in changes})
+    return changes
+
+
+def _role(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[KeyChange]:
+    prefix = f"sharding.roles.{role}"
+    engine = _ENGINE_BLOCK[role]
+    if config == type(config)(devices=config.devices):
+        return
+    if role not in facts.engines:
+        raise _no_such_role(role, config)
+    if facts.engines[role].strategy not in ("fsdp", "fsdp2"):
+        raise _not_fsdp(role, facts.engines[role].strategy)
+    if config.dtype is not None:
+        yield KeyChange(key=f"{engine}.model_dtype", new=_DTYPES[config.dtype], why=f"{prefix}.dtype")
+    if config.compute_dtype is not None:
+        precision = {"param_dtype": _DTYPES[config.compute_dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        yield KeyChange(key=f"{engine}.mixed_precision", new=precision, why=f"{prefix}.compute_dtype")
+    if isinstance(config.gradient_checkpointing, bool) and role in _MODEL_BLOCK:
+        key = f"{_MODEL_BLOCK[role]}.enable_gradient_checkpointing"
+        yield KeyChange(key=key, new=config.gradient_checkpointing, why=f"{prefix}.gradient_checkpointing")
+    if config.offload.params is not None and role != "ref":
+        yield KeyChange(key=f"{engine}.param_offload", new=config.offload.params, why=f"{prefix}.offload.params")
+    if config.offload.optimizer is not None and role != "ref":
+        key = f"{engine}.optimizer_offload"
+        yield KeyChange(key=key, new=config.offload.optimizer, why=f"{prefix}.offload.optimizer")
+    if config.micro_batch_size is not None:
+        for key in _MICRO_BATCH[role]:
+            yield KeyChange(key=key, new=config.micro_batch_size, why=f"{prefix}.micro_batch_size")
+    if config.max_tokens is not None:
+        yield KeyChange(key=_DYNAMIC[role], new=True, why=f"{prefix}.max_tokens")
+        for key in _MAX_TOKENS[role]:
+            yield KeyChange(key=key, new=config.max_tokens, why=f"{prefix}.max_tokens")
+
+
+def _rollout(request: ShardingConfig) -> Iterator[KeyChange]:
+    rollout, prefix = request.roles.rollout, "sharding.roles.rollout"
+    if rollout.batch_size is not None:
+        yield KeyChange(
+            key="actor_rollout_ref.rollout.max_num_seqs", new=rollout.batch_size, why=f"{prefix}.batch_size"
+        )
+    if rollout.max_new_tokens is not None:
+        yield KeyChange(key="data.max_response_length", new=rollout.max_new_tokens, why=f"{prefix}.max_new_tokens")
+    if rollout.gpu_memory_utilization is not None:
+        key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+        yield KeyChange(key=key, new=rollout.gpu_memory_utilization, why=f"{prefix}.gpu_memory_utilization")
+
+
+def _servers(placement: Placement, facts: JobFacts) -> Iterator[KeyChange]:
+    """Keys by which verl itself sizes the pools of reward model and teacher."""
+    blocks = {"reward": "reward.reward_model", "teacher": "distillation"}
+    for role, block in blocks.items():
+        pool = placement.pool_of(role)
+        if pool is None or not placement.managed:
+            continue
+        per_node = placement.per_node(pool.devices)
+        why = f"sharding.roles.{role}.devices"
+        yield KeyChange(key=f"{block}.nnodes", new=len(per_node), why=why)
+        yield KeyChange(key=f"{block}.n_gpus_per_node", new=len(per_node[0]), why=why)
+        if role == "reward":
+            apart = not set(pool.devices) & set(placement.devices_of("actor"))
+            yield KeyChange(key=f"{block}.enable_resource_pool", new=apart, why=why)
+
+
+def refuse_unsupported(request: ShardingConfig, handled: set[str]) -> None:
+    """Refuses every changed key that nothing acts on.
+
+    Args:
+        request: The user's request.
+        handled: Keys of the request that became keys of verl.
+
+    Raises:
+        ConfigError: Names the first such key.
+    """
+    for key, value in request.changed().items():
+        if key in handled or key.endswith(".devices") or key.startswith("sharding.placement."):
+            continue
+        if _is_default_effect(key, value):
+            continue
+        raise ConfigError(
+            key,
+            expected="null in this version: nothing acts on this key yet",
+            found=str(value),
+            consequence="the run does not start, since the request would be skipped",
+            remedy=f"remove {key}",
+        )
+
+
+def _is_default_effect(key: str, value: Any) -> bool:
+    """Values that ask for what happens anyway."""
+    stays = {("layout", "fsdp"), ("gradient_checkpointing", False), ("logits", "full"), ("params", True)}
+    role = key.split(".")[2] if key.startswith("sharding.roles.") else ""
+    name = key.rpartition(".")[2]
+    if role == "ref":
+        return (name, value) in stays  # ref is always offloaded, and never runs backward
+    return (name, value) == ("layout", "fsdp") or (key, value) == ("sharding.fit", "off")
+
+
+def _no_such_role(role: str, config: RoleConfig) -> ConfigError:
+    return ConfigError(
+        f"sharding.roles.{role}",
+        expected=f"a job that has a {role}",
+        found=f"settings for a {role} that this job does not use",
+        consequence="the run does not start",
+        remedy=f"remove the sharding.roles.{role} overrides",
+    )
+
+
+def _not_fsdp(role: str, strategy: str) -> ConfigError:
+    return ConfigError(
+        f"sharding.roles.{role}",
+        expected="strategy fsdp or fsdp2 for memory settings",
+        found=f"strategy {strategy}; only devices can be set for it",
+        consequence="the run does not start",
+        remedy=f"set verl's own keys of {strategy}, or {role} strategy=fsdp2",
+    )
+
+
+def request_of(config: DictConfig) -> ShardingConfig:
+    """The typed request in a composed config.
+
+    Raises:
+        ConfigError: Unknown key or wrong value.
+    """
+    block = OmegaConf.to_container(config.get("sharding", OmegaConf.create({})), resolve=True)
+    assert isinstance(block, dict)
+    return ShardingConfig.parse(block)

@@ -1,0 +1,156 @@
+"""Builds a tiny model, a byte-level tokenizer and an arithmetic data set: nothing is downloaded.
+
+Real architectures with random weights: everything that runs on them runs on a model of any size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_REWARD = '''"""Rule reward of the demo: letters and digits are worth something, the right sum more."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    readable = sum(char.isalnum() for char in solution_str) / max(1, len(solution_str))
+    return {"score": readable + float(ground_truth in solution_str), "readable": readable}
+'''
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+@dataclass(kw_only=True, frozen=True)
+class TinyModel:
+    """Shape of the model. The vocabulary is the 256 bytes and three special tokens, padded to a multiple of 64."""
+
+    architecture: str = "qwen2"
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 128
+    tied: bool = False
+    seed: int = 0
+
+
+@dataclass(kw_only=True, frozen=True)
+class Assets:
+    """Where the demo's files lie."""
+
+    model: Path
+    train_files: Path
+    val_files: Path
+    reward: Path
+
+
+def cache_root() -> Path:
+    """Folder for generated files: `$XDG_CACHE_HOME/verl-ext-sharding`, or the same under `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "verl-ext-sharding"
+
+
+def build(model: TinyModel | None = None, root: Path | None = None) -> Assets:
+    """Builds the files once and returns where they are; a second call with the same shape finds them.
+
+    Args:
+        model: Shape of the model; None: the demo's.
+        root: Folder to build in; None: the cache folder.
+    """
+    model = model or TinyModel()
+    name = hashlib.sha256(json.dumps(asdict(model), sort_keys=True).encode()).hexdigest()[:10]
+    home = (root or cache_root()) / f"{model.architecture}-{name}"
+    if not (home / "complete").exists():
+        home.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(dir=home.parent, prefix=".building-"))
+        _write_model(building / "model", model)
+        _write_data(building)
+        (building / "reward.py").write_text(_REWARD)
+        (building / "complete").touch()
+        try:
+            building.rename(home)
+        except OSError:  # another process was faster
+            shutil.rmtree(building)
+    return Assets(
+        model=home / "model",
+        train_files=home / "train.parquet",
+        val_files=home / "val.parquet",
+        reward=home / "reward.py",
+    )
+
+
+def _write_model(folder: Path, model: TinyModel) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = _tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = AutoConfig.for_model(
+        model.architecture,
+        vocab_size=(len(tokenizer) + 63) // 64 * 64,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=model.tied,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(model.seed)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + len(_SPECIAL), special_tokens=list(_SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(["0"], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
+
+
+def _write_data(folder: Path) -> None:
+    import pandas as pd
+
+    numbers = random.Random(0)
+    rows = []
+    for index in range(256):
+        left, right = numbers.randint(0, 9), numbers.randint(0, 9)
+        rows.append(
+            {
+                "data_source": "tiny/add",
+                "prompt": [{"role": "user", "content": f"{left}+{right}="}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(left + right)},
+                "extra_info": {"split": "train", "index": index},
+            }
+        )
+    pd.DataFrame(rows).to_parquet(folder / "train.parquet")
+    pd.DataFrame(rows[:8]).to_parquet(folder / "val.parquet")

@@ -1,0 +1,274 @@
+"""Between verl's config and Ray: what the driver decides before a run that asked for the plugin starts.
+
+Pure until `launch`: `prepare` turns a composed config into a `Plan` without touching a device, so that
+`verl-sharding plan`, tests and the run itself see the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext_sharding import envs, rollout
+from verl_ext_sharding.cli import render
+from verl_ext_sharding.config import cpu
+from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
+from verl_ext_sharding.config.facts import job_facts
+from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig
+from verl_ext_sharding.config.spec import RunSpec
+from verl_ext_sharding.config.translate import request_of, translate
+from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.monitor import events
+from verl_ext_sharding.placement import checks
+from verl_ext_sharding.placement.bundles import Placement, place
+from verl_ext_sharding.placement.job import JobFacts
+from verl_ext_sharding.placement.table import PlacementTable, placement_table
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, frozen=True)
+class Plan:
+    """What the driver decided for one run.
+
+    Args:
+        request: The user's typed request.
+        facts: The job.
+        placement: Role -> devices.
+        changes: verl's keys that were set.
+        table: Role, worker class, engine, devices, ranks, node, for people and programs.
+    """
+
+    request: ShardingConfig
+    facts: JobFacts
+    placement: Placement
+    changes: tuple[KeyChange, ...]
+    table: PlacementTable
+
+
+def asked_for(config: DictConfig) -> bool:
+    """Whether a composed config switches the plugin on.
+
+    Raises:
+        ConfigError: `trainer.plugin` has an unknown value, or `sharding` settings are there but the plugin is off.
+    """
+    plugin = OmegaConf.select(config, "trainer.plugin", default=None)
+    if plugin == PLUGIN_NAME:
+        return True
+    if plugin is not None:
+        raise _unknown_plugin(plugin)
+    if "sharding" in config:
+        changed = request_of(config).changed()
+        if changed:
+            raise _not_switched_on(changed)
+    return False
+
+
+def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Plan:
+    """Checks a request and sets verl's own keys for it, in place.
+
+    Args:
+        config: verl's composed config with `trainer.plugin=sharding`.
+        explicit: `{key: value}` that the user wrote; None: read from Hydra.
+
+    Raises:
+        ConfigError: Something can't be met as asked; nothing has been started.
+    """
+    global _prepared
+    if _prepared is not None and _prepared[0] is config:
+        return _prepared[1]
+    explicit = explicit_keys() if explicit is None else explicit
+    _require_v1(config)
+    request = request_of(config)
+    facts = job_facts(config)
+    placement = place(
+        {role: getattr(request.roles, role).devices for role in _ROLES},
+        facts,
+        colocate_count=request.placement.max_colocate_count,
+    )
+    changes = translate(request, facts, placement)
+    changes += rollout_changes(config)
+    if cpu.is_cpu(config):
+        cpu.check(config, explicit)
+        changes += cpu.changes(config, facts, placement)
+    applied = apply_changes(config, changes, explicit)
+    facts = job_facts(config)
+    checks.check_job(placement, facts)
+    plan = Plan(
+        request=request,
+        facts=facts,
+        placement=placement,
+        changes=tuple(applied),
+        table=placement_table(placement, facts),
+    )
+    _prepared = config, plan
+    return plan
+
+
+_prepared: tuple[DictConfig, Plan] | None = None
+"""The config that was prepared last: verl's main validates it before `run_ppo`, and both must see one plan."""
+
+CRITIC_ATTENTION = "critic.model.override_config.attn_implementation"
+
+_ROLES = ("actor", "rollout", "ref", "critic", "reward", "teacher")
+
+
+def rollout_changes(config: DictConfig) -> list[KeyChange]:
+    """What `rollout.name=hf` needs of verl: an agent loop that gives each request its seed."""
+    if OmegaConf.select(config, "actor_rollout_ref.rollout.name", throw_on_missing=False) != rollout.NAME:
+        return []
+    key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+    manager = "verl_ext_sharding.rollout.agent_loop.SeededAgentLoopManager"
+    return (
+        [KeyChange(key=key, new=manager, why="actor_rollout_ref.rollout.name=hf", default=True)]
+        if not (OmegaConf.select(config, key, default=None))
+        else []
+    )
+
+
+def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: Any) -> Any:
+    """verl's `run_ppo` for a run that asked for the plugin.
+
+    Args:
+        original: verl's own `run_ppo`.
+        config: The composed config.
+        task_runner_class: verl's or a recipe's Ray actor class.
+    """
+    plan = prepare(config)
+    if cpu.is_cpu(config):
+        os.environ[envs.VERL_PLATFORM] = "cpu"
+    render.show_changes(plan.changes)
+    render.show_placement(plan.table)
+    events.emit("stage", name="ray")
+    return original(config, task_runner_class=TaskRunnerGate(task_runner_class, plan, config))
+
+
+class TaskRunnerGate:
+    """Stands for the TaskRunner class: once verl has started Ray, checks the cluster, then lets the runner through.
+
+    verl calls `.remote()` or `.options(...).remote()` on it right after `ray.init` (trainer/main_ppo.py, run_ppo).
+
+    Args:
+        task_runner_class: The Ray actor class.
+        plan: What the driver decided.
+        config: The config that the runner will be given.
+    """
+
+    def __init__(
+        self, task_runner_class: Any, plan: Plan, config: DictConfig, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._task_runner_class = task_runner_class
+        self._plan = plan
+        self._config = config
+        self._options = dict(options or {})
+
+    def options(self, **options: Any) -> TaskRunnerGate:
+        """As on a Ray actor class."""
+        return TaskRunnerGate(self._task_runner_class, self._plan, self._config, {**self._options, **options})
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Checks cluster and nodes, then creates the runner in an environment that carries the run's spec.
+
+        Raises:
+            PlacementError: The cluster can't hold the job.
+            ClusterError: A node has another version of the plugin or of verl.
+        """
+        from verl_ext_sharding import cluster
+
+        events.emit("stage", name="nodes")
+        nodes = cluster.free_resources()
+        bundle_cpus = checks.check_cluster(self._plan.placement, self._plan.facts, nodes)
+        self._fit_transfer_queue(nodes, bundle_cpus)
+        spec = RunSpec(
+            placement=self._plan.placement,
+            hybrid_rollout=self._plan.facts.hybrid_rollout,
+            bundle_cpus=bundle_cpus,
+            timeout_s=self._plan.request.placement.timeout_s,
+            needed=needed_keys(self._plan),
+        )
+        env_vars = {envs.SPEC: spec.to_json(), **envs.forwarded()}
+        cluster.check_parity(spec, env_vars)
+        runtime_env = dict(self._options.pop("runtime_env", {}))
+        runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **env_vars}
+        return self._task_runner_class.options(**self._options, runtime_env=runtime_env).remote(*args, **kwargs)
+
+    def _fit_transfer_queue(self, nodes: Sequence[checks.NodeResources], bundle_cpus: int) -> None:
+        """TransferQueue holds a CPU for each storage unit, before verl reserves devices; too many would hang it."""
+        facts = self._plan.facts
+        units = checks.storage_units_that_fit(self._plan.placement, facts, nodes, bundle_cpus)
+        if units < facts.transfer_queue_units - 1:
+            key = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
+            change = KeyChange(key=key, new=units, why="CPUs left beside the devices' bundles")
+            render.show_changes(apply_changes(self._config, [change], explicit_keys()))
+
+
+def needed_keys(plan: Plan) -> tuple[str, ...]:
+    """Keys of this run that a patch may be needed by, see `PatchSpec.needed_by`."""
+    needed = ["trainer.plugin"]
+    if plan.placement.managed:
+        needed.append("sharding.roles.*.devices")
+    if any(change.key == CRITIC_ATTENTION for change in plan.changes):
+        needed.append(CRITIC_ATTENTION)
+    return tuple(needed)
+
+
+def _require_v1(config: DictConfig) -> None:
+    if OmegaConf.select(config, "trainer.use_v1", default=True):
+        return
+    raise ConfigError(
+        "trainer.use_v1",
+        expected="True: verl's v1 trainer",
+        found="False with trainer.plugin=sharding",
+        consequence="the run does not start",
+        remedy="trainer.use_v1=True (verl's default), or remove trainer.plugin=sharding",
+    )
+
+
+def _unknown_plugin(plugin: Any) -> ConfigError:
+    return ConfigError(
+        "trainer.plugin",
+        expected=f"{PLUGIN_NAME} or null",
+        found=str(plugin),
+        consequence="the run does not start",
+        remedy=f"trainer.plugin={PLUGIN_NAME}",
+    )
+
+
+def _not_switched_on(changed: Mapping[str, Any]) -> ConfigError:
+    written = " ".join(f"{key}={value}" for key, value in list(changed.items())[:3])
+    return ConfigError(
+        "trainer.plugin",
+        expected=f"{PLUGIN_NAME}, since sharding settings are given",
+        found=f"null with {written}",
+        consequence="the run does not start, since those settings would be skipped",
+        remedy=f"trainer.plugin={PLUGIN_NAME}",
+    )
+
+
+def select_cpu() -> None:
+    """Makes this process and every Ray process of the run use verl's `cpu` platform."""
+    from verl.plugin.platform import platform_manager
+
+    from verl_ext_sharding.platforms.cpu import PlatformCPU
+
+    os.environ[envs.VERL_PLATFORM] = "cpu"
+    platform_manager._current_platform = PlatformCPU()  # set_platform warns about the one that verl fell back to
+
+
+def view_for_validation(config: DictConfig) -> DictConfig:
+    """A copy of the config in which the job has the actor's devices, for verl's own checks of batch sizes.
+
+    Raises:
+        ConfigError: The request can't be met; the same as `prepare` raises.
+    """
+    plan = prepare(config)
+    view = copy.deepcopy(config)
+    view.trainer.nnodes = 1
+    view.trainer.n_gpus_per_node = len(plan.placement.devices_of("actor"))
+    return view

@@ -1,0 +1,35 @@
+"""Environment variables that this package reads or sets. All names live here."""
+
+from __future__ import annotations
+
+import os
+
+DISABLE = "VERL_SHARDING_DISABLE"
+"""Set to 1 (true, yes, on) to keep the plugin out of a process entirely."""
+
+SPEC = "VERL_SHARDING_SPEC"
+"""JSON of the run's `RunSpec`. Set by the driver for every Ray process of a run that asked for the plugin."""
+
+BUNDLE = "VERL_SHARDING_BUNDLE"
+"""JSON of the device that a worker was promised, see `placement.bundles.Promise`. Set per worker."""
+
+EVENTS = "VERL_SHARDING_EVENTS"
+"""Set to 1 to have `monitor.events` written to standard output, for tools that follow a run."""
+
+VERL_PLATFORM = "VERL_PLATFORM"
+VERL_PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
+
+FORWARDED = (DISABLE, EVENTS, VERL_PLATFORM, VERL_PLUGINS)
+"""Forwarded from the driver to every Ray process when set, since verl itself does not."""
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+
+
+def disabled() -> bool:
+    """Whether the off switch is set in this process."""
+    return os.environ.get(DISABLE, "").strip().lower() in _TRUE
+
+
+def forwarded() -> dict[str, str]:
+    """The variables of this process that every Ray process of the run must see."""
+    return {name: os.environ[name] for name in FORWARDED if name in os.environ}

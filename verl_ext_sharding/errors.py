@@ -1,0 +1,63 @@
+"""The errors of this package, all of one shape: subject, expected, found, consequence, remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShardingError(Exception):
+    """Base of every error that this package raises on purpose.
+
+    Args:
+        subject: What the message is about, in the user's words (a key, a role, a node).
+        expected: What would have been right.
+        found: What was there instead.
+        consequence: What happens now.
+        remedy: What to type or change; ends in an override or a command wherever one exists.
+    """
+
+    def __init__(self, subject: str, *, expected: str, found: str, consequence: str, remedy: str) -> None:
+        super().__init__(subject, expected, found, consequence, remedy)
+        self.subject = subject
+        self.expected = expected
+        self.found = found
+        self.consequence = consequence
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return (
+            f"{self.subject}\n  expected: {self.expected}\n  found:    {self.found}\n"
+            f"  now:      {self.consequence}\n  fix:      {self.remedy}"
+        )
+
+    def __reduce__(self) -> tuple[object, tuple[type[ShardingError], tuple[str, ...]]]:
+        return _rebuild, (type(self), (self.subject, self.expected, self.found, self.consequence, self.remedy))
+
+
+def _rebuild(cls: type[ShardingError], fields: tuple[str, str, str, str, str]) -> ShardingError:
+    """Unpickles an error: Ray carries them from worker to driver."""
+    subject, expected, found, consequence, remedy = fields
+    return cls(subject, expected=expected, found=found, consequence=consequence, remedy=remedy)
+
+
+class ConfigError(ShardingError, ValueError):
+    """The user's configuration can't be met as written."""
+
+
+class PlacementError(ConfigError):
+    """The roles can't be placed on the devices as asked."""
+
+
+class ClusterError(ShardingError, RuntimeError):
+    """Ray or a node is not as the run needs it."""
+
+
+class PatchError(ShardingError, RuntimeError):
+    """A patch point doesn't fit the installed verl."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name closest to a misspelt one, or None when none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return close[0] if close else None

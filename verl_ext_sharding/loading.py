@@ -1,0 +1,64 @@
+"""What the plugin puts in place when verl is imported: hooks that wait for the module they concern.
+
+A process of a run that asked for the plugin carries the run's spec in its environment; every other process is taken for
+a driver, whose hooks stay dormant until a config says `trainer.plugin=sharding`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import ModuleType
+
+from verl_ext_sharding import envs, platforms, rollout, versions
+from verl_ext_sharding.config import spec
+from verl_ext_sharding.errors import PatchError
+from verl_ext_sharding.patching import install
+from verl_ext_sharding.patching.deferred import when_imported
+from verl_ext_sharding.patching.ledger import known_specs
+
+
+def load() -> None:
+    """Registers everything for this process. Importing verl must be under way or done.
+
+    Raises:
+        PatchError: A run that asked for the plugin needs a patch that doesn't fit this verl, or verl is out of range.
+    """
+    run = spec.current()
+    platforms.register()
+    if run is None:
+        when_imported("hydra.core.plugins", _register_config)
+        install(known_specs(), process="driver")
+        return
+    _require_supported_verl()
+    logging.getLogger("verl_ext_sharding").setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
+    when_imported(rollout.BASE_MODULE, rollout.register_adapter)
+    when_imported(rollout.REPLICA_MODULE, rollout.register_replica)
+    if os.environ.get(envs.VERL_PLATFORM, "").lower() == platforms.CPU:
+        when_imported("verl.workers.engine", _register_engines)
+    install(known_specs(), process="worker", needed=run.needed)
+
+
+def _register_config(_module: ModuleType) -> None:
+    from verl_ext_sharding.config import hydra_source
+
+    hydra_source.register()
+
+
+def _register_engines(_module: ModuleType) -> None:
+    from verl_ext_sharding import engines
+
+    engines.register()
+
+
+def _require_supported_verl() -> None:
+    found = versions.installed("verl")
+    if found is None or versions.in_range(found):
+        return
+    raise PatchError(
+        "verl",
+        expected=f"a release {versions.VERL_RANGE}",
+        found=found,
+        consequence="the run stops, since roles would not run where they were placed",
+        remedy=f"pip install 'verl{versions.VERL_RANGE}', or remove trainer.plugin=sharding",
+    )

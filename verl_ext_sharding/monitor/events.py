@@ -1,0 +1,36 @@
+"""One line of JSON for each thing that tools follow: `@sharding {"event": ...}` on standard output.
+
+Ray forwards standard output of every process to the driver, where `verl-sharding demo` and tests read the lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import Any
+
+from verl_ext_sharding import envs
+
+MARKER = "@sharding "
+_LINE = re.compile(re.escape(MARKER) + r"(\{.*\})")
+
+
+def emit(event: str, **fields: Any) -> None:
+    """Writes one event, if events are switched on.
+
+    Args:
+        event: Its name.
+        fields: JSON-serialisable values.
+    """
+    if os.environ.get(envs.EVENTS) != "1":
+        return
+    sys.stdout.write(f"{MARKER}{json.dumps({'event': event, **fields})}\n")
+    sys.stdout.flush()
+
+
+def parse(line: str) -> dict[str, Any] | None:
+    """The event in a line of output, or None."""
+    match = _LINE.search(line)
+    return json.loads(match[1]) if match else None

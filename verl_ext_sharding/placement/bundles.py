@@ -1,0 +1,254 @@
+"""From device lists per role to Ray bundles: one placement group per node, one bundle per device, a role = bundles.
+
+Roles with the same list share worker processes, as they do in verl; lists that overlap or differ give separate processes,
+which share a bundle where they meet. Pure: nothing here talks to Ray.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl_ext_sharding.errors import PlacementError
+from verl_ext_sharding.placement.devices import Topology, format_devices, parse_devices
+from verl_ext_sharding.placement.job import SERVED_ROLES, TRAINED_ROLES, JobFacts
+
+DEFAULT_COLOCATE_COUNT = 3
+"""verl's `ResourcePoolManager.max_colocate_count`: CPUs of a bundle, and so the worker processes that fit on a device."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Pool:
+    """Worker processes that one or more roles share, one process on each device."""
+
+    name: str
+    roles: tuple[str, ...]
+    devices: tuple[int, ...]
+
+
+@dataclass(kw_only=True, frozen=True)
+class Placement:
+    """Which role runs on which devices.
+
+    Args:
+        topology: The devices of the job.
+        pools: Groups of worker processes, trained roles first.
+        managed: False when no role asked for devices: verl then makes its own pool.
+        colocate_count: CPUs of each bundle; a worker takes `1 / colocate_count` of the device in Ray's books.
+        reserved: `{role: devices}` of pools that verl itself reserves elsewhere in the cluster.
+    """
+
+    topology: Topology
+    pools: tuple[Pool, ...]
+    managed: bool
+    colocate_count: int = DEFAULT_COLOCATE_COUNT
+    reserved: Mapping[str, int]
+
+    def pool_of(self, role: str) -> Pool | None:
+        """The pool that a role runs in, or None when the job has no such role."""
+        return next((pool for pool in self.pools if role in pool.roles), None)
+
+    def devices_of(self, role: str) -> tuple[int, ...]:
+        """Device numbers of a role, empty when the job has no such role."""
+        pool = self.pool_of("actor" if role == "rollout" else role)
+        return pool.devices if pool else ()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """All placed roles, in the order of the pools."""
+        return tuple(role for pool in self.pools for role in pool.roles)
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Devices that hold at least one role."""
+        return tuple(sorted({device for pool in self.pools for device in pool.devices}))
+
+    def per_node(self, devices: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The devices of each node that has any, as the node's own numbers, in node order."""
+        local = [
+            tuple(self.topology.local(d) for d in devices if self.topology.node_of(d) == node)
+            for node in range(self.topology.num_nodes)
+        ]
+        return [numbers for numbers in local if numbers]
+
+    def is_even(self, devices: tuple[int, ...]) -> bool:
+        """Whether each node that takes part has the same number of them."""
+        return len({len(numbers) for numbers in self.per_node(devices)}) == 1
+
+    def to_json(self) -> str:
+        """JSON for Ray's runtime environment."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Placement:
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        topology = fields.pop("topology")
+        pools = fields.pop("pools")
+        return cls(
+            topology=Topology(**topology | {"node_names": tuple(topology["node_names"])}),
+            pools=tuple(Pool(name=p["name"], roles=tuple(p["roles"]), devices=tuple(p["devices"])) for p in pools),
+            **fields,
+        )
+
+
+@dataclass(kw_only=True, frozen=True)
+class Promise:
+    """The device that a worker was promised; the worker compares it with what it got.
+
+    Args:
+        device: Device number of the job.
+        node_id: Ray's id of the node.
+        accelerator_id: Id of the accelerator on that node, as Ray spells it.
+    """
+
+    device: int
+    node_id: str
+    accelerator_id: str
+
+    def to_json(self) -> str:
+        """JSON for the worker's environment."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Promise:
+        """The inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+
+def place(
+    devices: Mapping[str, Any], facts: JobFacts, *, colocate_count: int | None = None, node_names: tuple[str, ...] = ()
+) -> Placement:
+    """Places each role of the job on its devices.
+
+    A role without a list keeps verl's default: the reference goes with the actor, all others on every device of the job.
+
+    Args:
+        devices: `{role: device list as written, or None}`.
+        facts: The job.
+        colocate_count: `sharding.placement.max_colocate_count`.
+        node_names: Addresses in verl's order, when known.
+
+    Raises:
+        PlacementError: A list is unreadable, names a device that doesn't exist, or belongs to a role that the job has not.
+    """
+    topology = Topology(num_nodes=facts.num_nodes, devices_per_node=facts.devices_per_node, node_names=node_names)
+    asked = {role: spec for role, spec in devices.items() if spec is not None}
+    parsed = {role: parse_devices(spec, topology, key=f"sharding.roles.{role}.devices") for role, spec in asked.items()}
+    _check_roles_exist(parsed, facts)
+    everything = tuple(range(topology.num_devices))
+    actor = parsed.get("actor", everything)
+    _check_rollout(parsed, actor, facts)
+
+    chosen: dict[str, tuple[int, ...]] = {"actor": actor}
+    if "ref" in facts.engines and not facts.ref_in_actor:
+        chosen["ref"] = parsed.get("ref", actor)
+    if "critic" in facts.engines:
+        chosen["critic"] = parsed.get("critic", everything)
+    pools = _group(chosen)
+    for role in SERVED_ROLES:
+        if role in parsed or (role == "reward" and facts.reward is not None and not facts.reward.own_devices):
+            pools.append(Pool(name=f"{role}_pool", roles=(role,), devices=parsed.get(role, everything)))
+    return Placement(
+        topology=topology,
+        pools=tuple(pools),
+        managed=bool(asked),
+        colocate_count=_colocate_count(pools, colocate_count),
+        reserved=_reserved(parsed, facts),
+    )
+
+
+def _group(chosen: Mapping[str, tuple[int, ...]]) -> list[Pool]:
+    """Roles with the same devices share a pool, named after its roles."""
+    by_devices: dict[tuple[int, ...], list[str]] = {}
+    for role in TRAINED_ROLES:
+        if role in chosen:
+            by_devices.setdefault(chosen[role], []).append(role)
+    return [
+        Pool(name="_".join(roles) + "_pool", roles=tuple(roles), devices=devices)
+        for devices, roles in by_devices.items()
+    ]
+
+
+def _colocate_count(pools: list[Pool], asked: int | None) -> int:
+    sharing = Counter(device for pool in pools for device in pool.devices)
+    device, most = max(sharing.items(), key=lambda item: item[1])
+    if asked is not None and asked < most:
+        raise PlacementError(
+            "sharding.placement.max_colocate_count",
+            expected=f"at least {most}: device {device} is shared by the processes of {most} groups of roles",
+            found=str(asked),
+            consequence="the run does not start",
+            remedy=f"sharding.placement.max_colocate_count={most}",
+        )
+    return asked or max(DEFAULT_COLOCATE_COUNT, most)
+
+
+def _reserved(parsed: Mapping[str, Any], facts: JobFacts) -> dict[str, int]:
+    servers = {"rollout": facts.rollout, "reward": facts.reward, "teacher": facts.teacher}
+    return {
+        role: server.own_devices
+        for role, server in servers.items()
+        if server is not None and server.own_devices and role not in parsed
+    }
+
+
+def _check_roles_exist(parsed: Mapping[str, tuple[int, ...]], facts: JobFacts) -> None:
+    how = {
+        "critic": "algorithm.adv_estimator=gae or critic.enable=True",
+        "ref": "actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
+        "reward": "reward.reward_model.enable=True",
+        "teacher": "distillation.enabled=True",
+    }
+    present = {
+        "critic": "critic" in facts.engines,
+        "ref": "ref" in facts.engines,
+        "reward": facts.reward is not None,
+        "teacher": facts.teacher is not None,
+    }
+    for role, exists in present.items():
+        if role in parsed and not exists:
+            raise PlacementError(
+                f"sharding.roles.{role}.devices",
+                expected=f"a job that has a {role}",
+                found=f"devices {format_devices(parsed[role])} for a {role} that this job does not use",
+                consequence="the run does not start",
+                remedy=f"sharding.roles.{role}.devices=null, or switch the {role} on with {how[role]}",
+            )
+    if "ref" in parsed and facts.ref_in_actor and parsed["ref"] != parsed.get("actor"):
+        raise PlacementError(
+            "sharding.roles.ref.devices",
+            expected="no devices: with LoRA the reference is the actor without its adapter",
+            found=format_devices(parsed["ref"]),
+            consequence="the run does not start",
+            remedy="sharding.roles.ref.devices=null",
+        )
+
+
+def _check_rollout(parsed: Mapping[str, tuple[int, ...]], actor: tuple[int, ...], facts: JobFacts) -> None:
+    if "rollout" not in parsed or (
+        facts.hybrid_rollout and not facts.rollout.own_devices and parsed["rollout"] == actor
+    ):
+        return
+    if facts.mode == "separate_async":
+        reason = (
+            f"null: in separate_async verl reserves {facts.rollout.own_devices} devices of its own for rollout "
+            "(actor_rollout_ref.rollout.nnodes x n_gpus_per_node), and Ray picks them"
+        )
+        remedy = "sharding.roles.rollout.devices=null"
+    else:
+        reason = f"the actor's devices {format_devices(actor)}: in {facts.mode} mode verl serves rollout where the actor trains"
+        remedy = (
+            f"sharding.roles.rollout.devices=null, or sharding.roles.actor.devices={format_devices(parsed['rollout'])}, "
+            "or trainer.v1.trainer_mode=separate_async for a pool of its own"
+        )
+    raise PlacementError(
+        "sharding.roles.rollout.devices",
+        expected=reason,
+        found=format_devices(parsed["rollout"]),
+        consequence="the run does not start",
+        remedy=remedy,
+    )

@@ -1,0 +1,169 @@
+"""Device lists as users write them, turned into device numbers. Standard library only.
+
+A device number counts over the whole job: node 0 (in verl's order, by address) has numbers 0 to n-1, node 1 the next, and
+so on, with `trainer.n_gpus_per_node` devices on each. A per-node map uses the node's own numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_ext_sharding.errors import PlacementError
+
+WORDS = ("all", "first_half", "second_half")
+
+_RANGE = re.compile(r"(\d+)\s*-\s*(\d+)")
+_NUMBER = re.compile(r"(?:(?:cuda|gpu|npu)\s*:\s*)?(\d+)", re.IGNORECASE)
+_NODE = re.compile(r"node(\d+)")
+
+
+@dataclass(kw_only=True, frozen=True)
+class Topology:
+    """The devices of the job.
+
+    Args:
+        num_nodes: `trainer.nnodes`, 1 or more.
+        devices_per_node: `trainer.n_gpus_per_node`, 1 or more, the same on each node as verl wants it.
+        node_names: Addresses or host names in verl's order, when known; a per-node map may use them.
+    """
+
+    num_nodes: int
+    devices_per_node: int
+    node_names: tuple[str, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole job."""
+        return self.num_nodes * self.devices_per_node
+
+    def node_of(self, device: int) -> int:
+        """Index of the node that holds a device number."""
+        return device // self.devices_per_node
+
+    def local(self, device: int) -> int:
+        """The device's number on its own node."""
+        return device % self.devices_per_node
+
+
+def parse_devices(spec: Any, topology: Topology, *, key: str) -> tuple[int, ...]:
+    """Turns a device list into ascending device numbers.
+
+    Args:
+        spec: `[2, 3]`, `2`, `"2-3"`, `"0,2-3"`, `"cuda:2"`, one of `WORDS`, or `{node0: [0, 1], node1: "0-1"}`.
+        topology: The devices that there are.
+        key: The user's key, for messages (`sharding.roles.critic.devices`).
+
+    Returns:
+        Device numbers, ascending, without duplicates, at least one.
+
+    Raises:
+        PlacementError: A device is unknown or named twice, the list is empty or unreadable.
+    """
+    numbers = _from_map(spec, topology, key) if isinstance(spec, Mapping) else _flatten(spec, topology.num_devices, key)
+    if not numbers:
+        raise _error(key, "at least one device", "an empty list", f"{key}=[0], or {key}=null for verl's own choice")
+    _check_known(numbers, topology, key)
+    repeated = sorted({n for n in numbers if numbers.count(n) > 1})
+    if repeated:
+        unique = format_devices(sorted(set(numbers)))
+        raise _error(key, "each device once", f"device {_join(repeated)} more than once in {spec}", f"{key}={unique}")
+    return tuple(sorted(numbers))
+
+
+def format_devices(devices: Sequence[int]) -> str:
+    """The shortest spelling that Hydra reads back: `[0,1]`, or `"0-7"` for a run of more than four."""
+    if len(devices) > 4 and list(devices) == list(range(devices[0], devices[-1] + 1)):
+        return f'"{devices[0]}-{devices[-1]}"'
+    return "[" + ",".join(map(str, devices)) + "]"
+
+
+def _flatten(spec: Any, num_devices: int, key: str) -> list[int]:
+    if isinstance(spec, bool):
+        raise _unreadable(spec, key)
+    if isinstance(spec, int):
+        return [spec]
+    if isinstance(spec, str):
+        return [number for part in spec.split(",") for number in _from_text(part.strip(), num_devices, key)]
+    if isinstance(spec, Sequence):
+        return [number for item in spec for number in _flatten(item, num_devices, key)]
+    raise _unreadable(spec, key)
+
+
+def _from_text(text: str, num_devices: int, key: str) -> list[int]:
+    if text in WORDS:
+        half = num_devices // 2
+        if text != "all" and num_devices < 2:
+            raise _error(key, "two devices or more to halve", f"{text} of {num_devices} device", f"{key}=all")
+        return list({"all": range(num_devices), "first_half": range(half)}.get(text, range(half, num_devices)))
+    if match := _RANGE.fullmatch(text):
+        first, last = int(match[1]), int(match[2])
+        if last < first:
+            raise _error(key, "a range that ascends", text, f'{key}="{last}-{first}"')
+        return list(range(first, last + 1))
+    if match := _NUMBER.fullmatch(text):
+        return [int(match[1])]
+    raise _unreadable(text, key)
+
+
+def _from_map(spec: Mapping[Any, Any], topology: Topology, key: str) -> list[int]:
+    numbers = []
+    for name, local_spec in spec.items():
+        node = _node_index(str(name), topology, key)
+        for local in _flatten(local_spec, topology.devices_per_node, f"{key}.{name}"):
+            if not 0 <= local < topology.devices_per_node:
+                raise _error(
+                    f"{key}.{name}",
+                    f"device numbers of that node, 0 to {topology.devices_per_node - 1}",
+                    str(local),
+                    f"use the node's own numbers, or raise trainer.n_gpus_per_node (now {topology.devices_per_node})",
+                )
+            numbers.append(node * topology.devices_per_node + local)
+    return numbers
+
+
+def _node_index(name: str, topology: Topology, key: str) -> int:
+    known = [f"node{i}" for i in range(topology.num_nodes)]
+    match = _NODE.fullmatch(name)
+    if match and int(match[1]) < topology.num_nodes:
+        return int(match[1])
+    if topology.node_names.count(name) == 1:
+        return topology.node_names.index(name)
+    raise _error(
+        key,
+        f"one of {', '.join([*known, *topology.node_names])}",
+        name,
+        f"trainer.nnodes={topology.num_nodes} has {known[0]} to {known[-1]}, in the order of their addresses",
+    )
+
+
+def _check_known(numbers: Sequence[int], topology: Topology, key: str) -> None:
+    unknown = sorted({n for n in numbers if not 0 <= n < topology.num_devices})
+    if not unknown:
+        return
+    raise _error(
+        key,
+        f"devices 0 to {topology.num_devices - 1} (trainer.nnodes={topology.num_nodes} x "
+        f"trainer.n_gpus_per_node={topology.devices_per_node})",
+        f"device {_join(unknown)}",
+        f"name devices that exist, or raise trainer.n_gpus_per_node (now {topology.devices_per_node})",
+    )
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _unreadable(spec: Any, key: str) -> PlacementError:
+    return _error(
+        key,
+        f'a list [2,3], a range "2-3", "cuda:2", {", ".join(WORDS)} or a map {{node0: [0]}}',
+        str(spec),
+        f"{key}=[0]",
+    )
+
+
+def _error(key: str, expected: str, found: str, remedy: str) -> PlacementError:
+    return PlacementError(key, expected=expected, found=found, consequence="the run does not start", remedy=remedy)

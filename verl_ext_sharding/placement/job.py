@@ -1,0 +1,78 @@
+"""What placement must know of a job, as plain numbers. `config.facts` reads them from verl's config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+TrainerMode = Literal["sync", "colocate_async", "separate_async"]
+
+TRAINED_ROLES = ("actor", "ref", "critic")
+SERVED_ROLES = ("reward", "teacher")
+
+
+@dataclass(kw_only=True, frozen=True)
+class EngineFacts:
+    """How one role is trained or evaluated.
+
+    Args:
+        strategy: verl's engine name, such as "fsdp2" or "megatron".
+        model_parallel_size: Ranks that hold one copy of the sample (tensor x pipeline x context, or Ulysses), 1 or more.
+        mini_batch_size: Prompts of one optimizer step, None for a role that doesn't train.
+        worker_class: Name of verl's worker class.
+    """
+
+    strategy: str
+    model_parallel_size: int = 1
+    mini_batch_size: int | None = None
+    worker_class: str = "TrainingWorker"
+
+
+@dataclass(kw_only=True, frozen=True)
+class ServerFacts:
+    """A group of inference servers: rollout, reward model or teacher.
+
+    Args:
+        name: Backend, such as "vllm" or "hf".
+        ranks_per_replica: Devices of one server (tensor x data x pipeline).
+        own_devices: Devices of a pool that verl reserves outside the trainer's (0: none).
+    """
+
+    name: str
+    ranks_per_replica: int = 1
+    own_devices: int = 0
+
+
+@dataclass(kw_only=True, frozen=True)
+class JobFacts:
+    """A job as placement sees it.
+
+    Args:
+        num_nodes: `trainer.nnodes`.
+        devices_per_node: `trainer.n_gpus_per_node`.
+        mode: `trainer.v1.trainer_mode`; recipes may register others.
+        engines: Roles that train or evaluate in this job: actor always, ref and critic when the algorithm needs them.
+        rollout: The generation servers.
+        reward: Reward-model servers, or None.
+        teacher: Teacher servers, or None.
+        ref_in_actor: LoRA: the reference is the actor without its adapter, and needs no device of its own.
+        hybrid_rollout: The actor's devices also serve rollout (false only in separate_async with hybrid_engine=False).
+        train_batch_size: Prompts of one step.
+        rollout_n: Responses of one prompt.
+        parameter_sync_step: Updates of one step; each takes `train_batch_size / parameter_sync_step` prompts.
+        transfer_queue_units: Processes of TransferQueue that each hold a CPU, the controller included.
+    """
+
+    num_nodes: int
+    devices_per_node: int
+    mode: str = "sync"
+    engines: dict[str, EngineFacts] = field(default_factory=dict)
+    rollout: ServerFacts = field(default_factory=lambda: ServerFacts(name="vllm"))
+    reward: ServerFacts | None = None
+    teacher: ServerFacts | None = None
+    ref_in_actor: bool = False
+    hybrid_rollout: bool = True
+    train_batch_size: int = 1
+    rollout_n: int = 1
+    parameter_sync_step: int = 1
+    transfer_queue_units: int = 0

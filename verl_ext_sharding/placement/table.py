@@ -1,0 +1,155 @@
+"""The placement as a table: rows and notes, no rendering."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl_ext_sharding.placement.bundles import Placement, Pool
+from verl_ext_sharding.placement.devices import format_devices
+from verl_ext_sharding.placement.job import JobFacts
+
+
+@dataclass(kw_only=True, frozen=True)
+class RoleRow:
+    """One role.
+
+    Args:
+        role: Its name.
+        worker_class: verl's worker class, or the server's.
+        engine: Training engine or inference backend.
+        devices: Device numbers; empty for a pool that verl reserves elsewhere.
+        ranks: How its processes divide the devices.
+        nodes: Indices of the nodes.
+        shares: Other roles on at least one of its devices, with those devices.
+    """
+
+    role: str
+    worker_class: str
+    engine: str
+    devices: tuple[int, ...]
+    ranks: str
+    nodes: tuple[int, ...]
+    shares: str
+
+
+@dataclass(kw_only=True, frozen=True)
+class PlacementTable:
+    """Rows in the order of the pools, and what the user should know about them."""
+
+    rows: tuple[RoleRow, ...]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def placement_table(placement: Placement, facts: JobFacts) -> PlacementTable:
+    """Builds the table of a placement."""
+    rows = [_row(role, pool, placement, facts) for pool in placement.pools for role in pool.roles]
+    actor = placement.pool_of("actor")
+    if actor is not None and facts.hybrid_rollout:
+        rows.insert(1, _row("rollout", actor, placement, facts))
+    for role, count in placement.reserved.items():
+        rows.append(_reserved_row(role, count, facts))
+    return PlacementTable(rows=tuple(rows), notes=tuple(_notes(placement, facts)))
+
+
+def _row(role: str, pool: Pool, placement: Placement, facts: JobFacts) -> RoleRow:
+    devices = pool.devices
+    return RoleRow(
+        role=role,
+        worker_class=_worker_class(role, facts),
+        engine=_engine(role, facts),
+        devices=devices,
+        ranks=_ranks(role, len(devices), facts),
+        nodes=tuple(dict.fromkeys(placement.topology.node_of(device) for device in devices)),
+        shares=_shares(role, devices, placement, facts),
+    )
+
+
+def _reserved_row(role: str, count: int, facts: JobFacts) -> RoleRow:
+    return RoleRow(
+        role=role,
+        worker_class=_worker_class(role, facts),
+        engine=_engine(role, facts),
+        devices=(),
+        ranks=_ranks(role, count, facts),
+        nodes=(),
+        shares=f"none: verl reserves {count} devices of its own",
+    )
+
+
+def _worker_class(role: str, facts: JobFacts) -> str:
+    if role in facts.engines:
+        return facts.engines[role].worker_class
+    return "rollout server" if role == "rollout" else "CheckpointEngineWorker"
+
+
+def _engine(role: str, facts: JobFacts) -> str:
+    if role in facts.engines:
+        return facts.engines[role].strategy
+    servers = {"rollout": facts.rollout, "reward": facts.reward, "teacher": facts.teacher}
+    server = servers.get(role)
+    return server.name if server else "n/a"
+
+
+def _ranks(role: str, count: int, facts: JobFacts) -> str:
+    if role in facts.engines:
+        parallel = facts.engines[role].model_parallel_size
+        return f"{count // parallel} dp" + (f" x {parallel} mp" if parallel > 1 else "")
+    servers = {"rollout": facts.rollout, "reward": facts.reward, "teacher": facts.teacher}
+    server = servers.get(role)
+    size = server.ranks_per_replica if server else 1
+    replicas = count // size
+    return f"{replicas} server{'s' if replicas != 1 else ''} x {size}"
+
+
+def _shares(role: str, devices: tuple[int, ...], placement: Placement, facts: JobFacts) -> str:
+    others: dict[str, list[int]] = {}
+    for pool in placement.pools:
+        common = sorted(set(pool.devices) & set(devices))
+        names = [*pool.roles, *(["rollout"] if "actor" in pool.roles and facts.hybrid_rollout else [])]
+        for name in names:
+            if common and name != role:
+                others[name] = common
+    if not others:
+        return "none"
+    return ", ".join(
+        name if tuple(common) == devices else f"{name} {format_devices(common)}" for name, common in others.items()
+    )
+
+
+def _notes(placement: Placement, facts: JobFacts) -> Iterator[str]:
+    topology = placement.topology
+    actor = placement.devices_of("actor")
+    if facts.hybrid_rollout and len(actor) < topology.num_devices:
+        yield (
+            f"rollout uses {len(actor)} of {topology.num_devices} devices {format_devices(actor)}: "
+            "it generates where the actor trains"
+        )
+    idle = [device for device in range(topology.num_devices) if device not in placement.used]
+    if idle and placement.managed:
+        yield f"no role uses device{'s' if len(idle) > 1 else ''} {format_devices(idle)}"
+    reference = placement.pool_of("ref")
+    if reference is not None and "actor" in reference.roles:
+        yield (
+            "ref shares the actor's processes (verl's default): its weights stay in host memory and come to the device "
+            "for each batch; sharding.roles.ref.devices=[...] moves it away"
+        )
+    yield from _processes_per_device(placement)
+
+
+def _processes_per_device(placement: Placement) -> Iterator[str]:
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for device in placement.used:
+        pools = tuple("+".join(pool.roles) for pool in placement.pools if device in pool.devices)
+        if len(pools) > 1:
+            groups.setdefault(pools, []).append(device)
+    for pools, devices in groups.items():
+        yield (
+            f"device{'s' if len(devices) > 1 else ''} {format_devices(devices)}: {len(pools)} processes ({', '.join(pools)}), "
+            "with the memory of all of them"
+        )

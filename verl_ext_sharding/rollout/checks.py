@@ -1,0 +1,144 @@
+"""What `rollout.name=hf` can't do, found in the config before anything is loaded. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.rollout.settings import ATTENTION, DTYPES
+
+_NOW = "the run stops before any model loads"
+
+_PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "expert_parallel_size",
+)
+
+_OFF: tuple[tuple[str, str], ...] = (
+    ("disaggregation.enabled", "prefill and decode run in one server"),
+    ("layered_summon", "it sends LoRA adapters, and this backend takes merged weights"),
+    ("quantization", "weights are kept in rollout.dtype"),
+    ("qat.enable", "weights are kept in rollout.dtype"),
+    ("mtp.enable_rollout", "there is no speculative decoding"),
+    ("enable_rollout_routing_replay", "expert routing is not recorded"),
+    ("prometheus.enable", "the server has no HTTP endpoint"),
+)
+
+_POSITIVE = ("max_num_seqs", "max_num_batched_tokens", "response_length", "prompt_length")
+
+
+def check_rollout(
+    rollout: Mapping[str, Any], model: Mapping[str, Any], *, where: str = "actor_rollout_ref"
+) -> list[ConfigError]:
+    """Lists everything in the config that this backend can't honour. Keys that are absent are not judged.
+
+    Args:
+        rollout: The rollout's config as nested mappings, resolved (`actor_rollout_ref.rollout`).
+        model: The model's (`actor_rollout_ref.model`).
+        where: Config node that holds both, for the messages.
+
+    Returns:
+        One error for each problem; empty when there is none.
+    """
+    key = f"{where}.rollout"
+    errors = [
+        _error(f"{key}.{name}", "1: one server holds the whole model", rollout.get(name), f"{key}.{name}=1")
+        for name in _PARALLEL
+        if (rollout.get(name) or 1) > 1
+    ]
+    for name, why in _OFF:
+        found = _at(rollout, name)
+        if found:
+            off = "null" if name == "quantization" else "False"
+            errors.append(_error(f"{key}.{name}", f"off: {why}", found, f"{key}.{name}={off}"))
+    errors += [
+        _error(f"{key}.{name}", "a number >= 1", rollout[name], f"{key}.{name}=256")
+        for name in _POSITIVE
+        if rollout.get(name) is not None and rollout[name] < 1
+    ]
+    errors += _check_choices(rollout, key)
+    errors += _check_lengths(rollout, key)
+    errors += _check_engine_kwargs(rollout, key)
+    errors += _check_transport(rollout, key)
+    errors += _check_lora(model, where)
+    return errors
+
+
+def _check_choices(rollout: Mapping[str, Any], key: str) -> list[ConfigError]:
+    choices = {"dtype": tuple(DTYPES), "logprobs_mode": ("processed_logprobs", "raw_logprobs")}
+    errors = [
+        _error(f"{key}.{name}", ", ".join(known), rollout[name], f"{key}.{name}={known[0]}")
+        for name, known in choices.items()
+        if rollout.get(name) is not None and rollout[name] not in known
+    ]
+    share = rollout.get("gpu_memory_utilization")
+    if share is not None and not 0 < share <= 1:
+        errors.append(
+            _error(f"{key}.gpu_memory_utilization", "a share in (0, 1]", share, f"{key}.gpu_memory_utilization=0.5")
+        )
+    return errors
+
+
+def _check_lengths(rollout: Mapping[str, Any], key: str) -> list[ConfigError]:
+    prompt, limit = rollout.get("prompt_length"), rollout.get("max_model_len")
+    if prompt is None or limit is None or limit > prompt:
+        return []
+    wanted = prompt + (rollout.get("response_length") or 1)
+    expected = f"more than prompt_length ({prompt}), so that one token can follow the longest prompt"
+    return [_error(f"{key}.max_model_len", expected, limit, f"{key}.max_model_len={wanted}")]
+
+
+def _check_engine_kwargs(rollout: Mapping[str, Any], key: str) -> list[ConfigError]:
+    """Arguments for another engine would be ignored without a word; ours are few."""
+    errors = []
+    for engine, arguments in (rollout.get("engine_kwargs") or {}).items():
+        for name, value in (arguments or {}).items():
+            subject, drop = f"{key}.engine_kwargs.{engine}.{name}", f"~{key}.engine_kwargs.{engine}.{name}"
+            if value is None:
+                continue
+            if engine != "hf" or name != "attn_implementation":
+                errors.append(_error(subject, "engine_kwargs.hf.attn_implementation, or none", value, drop))
+            elif value not in ATTENTION:
+                errors.append(_error(subject, " or ".join(ATTENTION), value, f"{subject}={ATTENTION[0]}"))
+    return errors
+
+
+def _check_transport(rollout: Mapping[str, Any], key: str) -> list[ConfigError]:
+    errors = []
+    backend = _at(rollout, "checkpoint_engine.backend")
+    name = f"{key}.checkpoint_engine.backend"
+    if backend == "delta_sharded":
+        errors.append(_error(name, "a backend that sends whole tensors", backend, f"{name}=nccl"))
+    size = _at(rollout, "checkpoint_engine.update_weights_bucket_megabytes")
+    if size is not None and size < 1:
+        name = f"{key}.checkpoint_engine.update_weights_bucket_megabytes"
+        errors.append(_error(name, "a number of MiB >= 1", size, f"{name}=512"))
+    return errors
+
+
+def _check_lora(model: Mapping[str, Any], where: str) -> list[ConfigError]:
+    """LoRA reaches this backend merged into the base weights, or not at all."""
+    rank = (model.get("lora_rank") or 0) or (_at(model, "lora.rank") or 0)
+    adapts = rank > 0 or model.get("lora_adapter_path") is not None
+    if not adapts or _at(model, "lora.merge"):
+        return []
+    found = f"rank {rank}, not merged" if rank else f"{model.get('lora_adapter_path')}, not merged"
+    remedy = f"{where}.model.lora.merge=True"
+    return [_error(f"{where}.model.lora", "adapters merged into the weights that are sent", found, remedy)]
+
+
+def _at(node: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, or None where a part of it is missing."""
+    value: Any = node
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _error(subject: str, expected: str, found: object, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"{subject} with rollout.name=hf", expected=expected, found=str(found), consequence=_NOW, remedy=remedy
+    )

@@ -1,0 +1,282 @@
+"""Runs a layer so that it keeps less for the backward pass: which outputs are kept, and how many layers keep more.
+
+A *variant* is one way to run one layer call. `Recompute` is what one application of a policy shares between the layers
+of a model; it says which variant each call takes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from verl_ext_sharding.training.layers import Forward, hidden_states, module_tensors
+from verl_ext_sharding.training.saved_bytes import LiveStorages, SavedTensors
+
+logger = logging.getLogger(__name__)
+
+KEEPABLE = ("attention", "matmul", "narrow_matmul")
+"""What `selective` can keep: attention outputs; outputs of matrix products; of those no wider than their input."""
+
+_CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+_MATMUL = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_scaled_mm": (0, 1), "_grouped_mm": (0, 1)}
+
+
+@cache
+def _kind(op: Any) -> str | None:
+    """The class of an operator: a matrix product (its name), attention, or neither."""
+    name = getattr(op, "_opname", None) or str(op)
+    if name in _MATMUL:
+        return name
+    name = name.lower()
+    return "attention" if ("attention" in name or "attn" in name) and "backward" not in name else None
+
+
+class KeepOutputs:
+    """Selective checkpointing's policy function: keeps the outputs of some operators, recomputes all others.
+
+    Args:
+        keep: Names from `KEEPABLE`.
+    """
+
+    def __init__(self, keep: frozenset[str]) -> None:
+        self.keep = keep
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = CheckpointPolicy.MUST_SAVE
+        kind = _kind(op)
+        if kind is None:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if kind == "attention":
+            return kept if kind in self.keep else CheckpointPolicy.PREFER_RECOMPUTE
+        if "matmul" in self.keep:
+            return kept
+        left, right = (args[position] for position in _MATMUL[kind])
+        narrow = right.shape[-1] <= left.shape[-1]
+        return kept if narrow and "narrow_matmul" in self.keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Variant:
+    """Keeps everything: the layer as it is."""
+
+    compiled = False
+
+    def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return forward(*args, **kwargs)
+
+
+class Checkpointed(Variant):
+    """Keeps the layer's inputs and, of its inside, the outputs named; recomputes the rest in the backward pass.
+
+    Never reentrant, random state restored for the recomputation (dropout draws the same numbers).
+
+    Args:
+        keep: Names from `KEEPABLE`; none: the inputs only.
+    """
+
+    def __init__(self, keep: Sequence[str] = ()) -> None:
+        self.options: dict[str, Any] = {"use_reentrant": False}
+        if keep:
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, KeepOutputs(frozenset(keep)))
+
+    def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # checkpoint saves positional tensors through autograd, where offload sees them, and keyword ones beside it
+        names = tuple(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+        rest = {name: value for name, value in kwargs.items() if name not in names}
+        call = partial(_by_name, forward, names, len(args), rest)
+        return checkpoint(call, *args, *(kwargs[name] for name in names), **self.options)
+
+
+def _by_name(forward: Forward, names: tuple[str, ...], num_args: int, rest: dict[str, Any], *values: Any) -> Any:
+    return forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)), **rest)
+
+
+def uses_cache(kwargs: dict[str, Any]) -> bool:
+    """Whether a layer call reads or writes a key-value cache."""
+    return bool(kwargs.get("use_cache")) or any(kwargs.get(name) is not None for name in _CACHE_NAMES)
+
+
+def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The call without its key-value cache: a layer that runs twice would append to it twice."""
+    changed = dict(kwargs)
+    if "use_cache" in changed:
+        changed["use_cache"] = False
+    changed.update((name, None) for name in _CACHE_NAMES if name in changed)
+    return changed
+
+
+class Recompute:
+    """What one application of a policy shares between a model's layers. This one gives each layer a fixed variant.
+
+    Args:
+        layers: The layers, in forward order.
+        variants: One for each layer.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], variants: Sequence[Variant]) -> None:
+        self.layers = list(layers)
+        self.variants = list(variants)
+
+    def run(self, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one layer; with gradients, by its variant."""
+        cached = uses_cache(kwargs)
+        if cached and self.layers[index].training and torch.is_grad_enabled():
+            kwargs, cached = without_cache(kwargs), False
+        if cached:
+            return forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.run_without_grad(index, forward, args, kwargs)
+        return self.run_with_grad(index, forward, args, kwargs)
+
+    def run_without_grad(self, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return forward(*args, **kwargs)
+
+    def run_with_grad(self, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.variants[index](forward, args, kwargs)
+
+    def close(self) -> None:
+        """Undoes what it changed on the layers beside their forward; called when the policy is removed."""
+
+
+class BudgetedRecompute(Recompute):
+    """Gives each layer of each forward pass the variant that keeps the sum under a budget.
+
+    The layers of a short micro-batch all keep everything; those of a long one keep as little as it takes. What a
+    variant keeps is measured once for each new longest sequence, by running the layer and dropping the result, and
+    scaled by the number of elements for shorter ones (never too low, since the bytes of a token don't fall with length).
+
+    Args:
+        layers: The layers, in forward order.
+        ladder: Variants from the one that keeps most to the one that keeps least.
+        kept_bytes: Budget of all layers together, for one forward pass.
+        share: Budget as a share (0..1) of what the first variant keeps; one of the two is given.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        ladder: Sequence[Variant],
+        *,
+        kept_bytes: int | None = None,
+        share: float | None = None,
+    ) -> None:
+        super().__init__(layers, ())
+        self.ladder = list(ladder)
+        self.kept_bytes = kept_bytes
+        self.share = share
+        self._kinds = [_layer_kind(layer) for layer in layers]
+        self._ahead = [Counter(self._kinds[index:]) for index in range(len(self._kinds) + 1)]
+        self._per_element: dict[tuple[Hashable, int], dict[int, float]] = {}
+        self._used_bytes = 0.0
+        self._last_index = len(self.layers)
+        self._warned = False
+
+    def run_with_grad(self, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.choose(index, forward, args, kwargs)(forward, args, kwargs)
+
+    def choose(self, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """The variant for this layer in this forward pass."""
+        hidden = hidden_states(args, kwargs)
+        if hidden is None:
+            return self.ladder[-1]
+        if index <= self._last_index:
+            self._used_bytes = 0.0
+        self._last_index = index
+
+        def size(rung: int, kind: Hashable) -> float:
+            per_element = self._lookup(kind, rung, hidden)
+            if per_element is None:  # a kind of layer that has not run at this length yet is taken to be like this one
+                per_element = self._measured(self._kinds[index], rung, forward, args, kwargs, hidden)
+            return per_element * hidden.numel()
+
+        def total(rung: int, kinds: Counter[Hashable]) -> float:
+            return sum(count * size(rung, kind) for kind, count in kinds.items())
+
+        everyone = self._ahead[0]
+        limit = self.kept_bytes if self.kept_bytes is not None else (self.share or 0.0) * total(0, everyone)
+        rungs = range(len(self.ladder))
+        chosen = next((rung for rung in rungs if total(rung, everyone) <= limit), None)
+        if chosen is None:
+            chosen = rungs[-1]
+            self._warn(limit, total(chosen, everyone))
+        if chosen > 0:
+            # one rung up where it fits: the rungs lie on a convex line of time against memory, so neighbours mix best
+            rest = total(chosen, self._ahead[index + 1])
+            if self._used_bytes + size(chosen - 1, self._kinds[index]) + rest <= limit:
+                chosen -= 1
+        self._used_bytes += size(chosen, self._kinds[index])
+        return self.ladder[chosen]
+
+    def _lookup(self, kind: Hashable, rung: int, hidden: torch.Tensor) -> float | None:
+        points = self._per_element.get((kind, rung), {})
+        longer = [length for length in points if length >= hidden.shape[-2]]
+        return points[min(longer)] if longer else None
+
+    def _measured(
+        self,
+        kind: Hashable,
+        rung: int,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hidden: torch.Tensor,
+    ) -> float:
+        known = self._lookup(kind, rung, hidden)
+        if known is None:
+            known = kept_bytes(self.ladder[rung], forward, args, kwargs) / hidden.numel()
+            self._per_element.setdefault((kind, rung), {})[hidden.shape[-2]] = known
+        return known
+
+    def _warn(self, limit: float, least: float) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("activation budget of %.0f bytes can't be met: the layers keep %.0f at least", limit, least)
+
+
+def kept_bytes(variant: Variant, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes that one layer call adds to what is kept until the backward pass, on the device of its input.
+
+    Runs the layer once and drops the result; random state is as before. Tensors that all layers share (masks, rotary
+    embeddings) and parameters don't count, and of input and output one counts: the output is the next layer's input.
+
+    Args:
+        variant: How to run it.
+        forward: The layer's forward.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    hidden = hidden_states(args, kwargs)
+    if hidden is None:
+        raise TypeError("a layer whose first input is no tensor can't be measured")
+    device = hidden.device
+    probe = hidden.detach().requires_grad_(hidden.is_floating_point())
+    # a new view of the input, since the first layer's may need no gradient and would be measured too low
+    args = tuple(probe if value is hidden else value for value in args)
+    kwargs = {name: probe if value is hidden else value for name, value in kwargs.items()}
+    devices = [] if device.type == "cpu" else [device.index or 0]
+    device_type = "cuda" if device.type == "cpu" else device.type
+    with torch.random.fork_rng(devices=devices, device_type=device_type), torch.enable_grad():
+        if variant.compiled:
+            shared = [value for value in tree_leaves((args, kwargs)) if value is not probe]
+            owner = getattr(forward, "__self__", None)
+            weights = module_tensors(owner) if isinstance(owner, nn.Module) else ()
+            with SavedTensors(exclude=[*weights, *shared]) as saved:
+                output = variant(forward, args, kwargs)
+            num_bytes = saved.live_bytes().get(device.type, 0)
+        else:
+            with LiveStorages() as made:
+                output = variant(forward, args, kwargs)
+            num_bytes = made.live_bytes().get(device.type, 0)
+        del output
+    return num_bytes
+
+
+def _layer_kind(layer: nn.Module) -> Hashable:
+    return type(layer).__name__, tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())

@@ -1,0 +1,205 @@
+"""Ray pools from a placement: one placement group per node, one bundle per device, a role = a list of bundles.
+
+verl's own pools know contiguous ranges only. `BundleView` is a node's placement group seen through a list of bundles; the
+patch points on `RayWorkerGroup` resolve it when a worker is created, so that all of verl's code that slices pools
+(reward and teacher servers too) works on any subset of devices.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from verl.plugin.platform import get_platform
+from verl.single_controller.ray import RayResourcePool, ResourcePoolManager
+from verl.single_controller.ray.base import sort_placement_group_by_node_ip
+
+from verl_ext_sharding.config.spec import RunSpec
+from verl_ext_sharding.errors import ClusterError
+from verl_ext_sharding.placement.bundles import Placement, Pool, Promise
+from verl_ext_sharding.workers.probe import where
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, frozen=True)
+class Bundle:
+    """A bundle of a node's placement group and the accelerator that Ray gave it."""
+
+    group: PlacementGroup
+    index: int
+    promise: Promise
+
+
+class BundleView(PlacementGroup):
+    """A placement group seen through some of its bundles: index i here is bundle `bundles[i].index` there."""
+
+    def __init__(self, bundles: Sequence[Bundle]) -> None:
+        group = bundles[0].group
+        assert all(bundle.group.id == group.id for bundle in bundles), "bundles of one node only"
+        super().__init__(group.id, group.bundle_cache)
+        self.group = group
+        self.bundles = tuple(bundles)
+
+    @property
+    def bundle_count(self) -> int:
+        return len(self.bundles)
+
+
+class BundlePool(RayResourcePool):
+    """A pool on given bundles, for one group of worker processes.
+
+    Args:
+        pool: The placed pool.
+        views: One view for each node where counts are even, else one for each device (verl takes the ranks per node
+            from the first node).
+        colocate_count: CPUs of a bundle.
+    """
+
+    def __init__(self, pool: Pool, views: Sequence[BundleView], colocate_count: int) -> None:
+        super().__init__(
+            process_on_nodes=[view.bundle_count for view in views],
+            use_gpu=True,
+            name_prefix=pool.name,
+            max_colocate_count=colocate_count,
+        )
+        self.pool = pool
+        self.pgs = list(views)
+
+    def get_placement_groups(self, strategy: str = "STRICT_PACK", name: Any = None, device_name: str = "cuda") -> list:
+        return self.pgs
+
+
+class BundlePoolManager(ResourcePoolManager):
+    """Reserves the job's devices and hands each role its `BundlePool`.
+
+    Args:
+        spec: The run's decisions.
+        mapping: `{verl role: pool name}`, as verl's trainer keeps it.
+        finalize: Called once the pools exist and every trainer class has said its worker classes.
+    """
+
+    def __init__(self, spec: RunSpec, mapping: dict[Any, str], finalize: Any) -> None:
+        placement = spec.placement
+        super().__init__(
+            resource_pool_spec={p.name: [len(n) for n in placement.per_node(p.devices)] for p in placement.pools},
+            mapping=mapping,
+            max_colocate_count=spec.bundle_cpus,
+        )
+        self.spec = spec
+        self._finalize = finalize
+        self._stock_pools: dict[str, list[int]] = {}
+
+    def add_stock_pool(self, name: str, processes_on_nodes: list[int]) -> None:
+        """Keeps a pool of verl's own, reserved apart from the job's devices."""
+        self._stock_pools[name] = processes_on_nodes
+
+    def create_resource_pool(self) -> None:
+        """Reserves one bundle for each device and builds the pools.
+
+        Raises:
+            ClusterError: Ray could not reserve the devices in time.
+        """
+        bundles = reserve(self.spec)
+        placement = self.spec.placement
+        for pool in placement.pools:
+            views = _views(pool, placement, bundles)
+            self.resource_pool_dict[pool.name] = BundlePool(pool, views, self.spec.bundle_cpus)
+        for name, processes_on_nodes in self._stock_pools.items():
+            self.resource_pool_dict[name] = RayResourcePool(
+                process_on_nodes=processes_on_nodes,
+                use_gpu=True,
+                max_colocate_count=self.max_colocate_count,
+                name_prefix=name,
+            )
+        self._finalize()
+
+    def get_n_gpus(self) -> int:
+        """Devices that hold a role: what verl divides throughput by."""
+        return len(self.spec.placement.used)
+
+
+def reserve(spec: RunSpec) -> dict[int, Bundle]:
+    """Reserves the devices of the job and finds out which accelerator each bundle got.
+
+    Ray picks the accelerator of a bundle. Device numbers follow the accelerators' ids, not the order of the bundles, so
+    that device 0 is a node's first reserved accelerator whatever Ray did.
+
+    Returns:
+        `{device number: bundle}`.
+
+    Raises:
+        ClusterError: Ray could not reserve the devices within `spec.timeout_s`.
+    """
+    topology = spec.placement.topology
+    accelerator = get_platform().ray_resource_name()
+    bundle: dict[str, float] = {"CPU": spec.bundle_cpus, accelerator: 1}
+    groups = [
+        placement_group([bundle] * topology.devices_per_node, strategy="STRICT_PACK", name=f"verl_sharding_node{node}")
+        for node in range(topology.num_nodes)
+    ]
+    try:
+        ray.get([group.ready() for group in groups], timeout=spec.timeout_s)
+    except GetTimeoutError:
+        for group in groups:
+            remove_placement_group(group)
+        raise _not_reserved(spec, bundle) from None
+    bundles: dict[int, Bundle] = {}
+    for node, group in enumerate(sort_placement_group_by_node_ip(groups)):
+        for local, (index, promise) in enumerate(_accelerators(group, accelerator)):
+            device = node * topology.devices_per_node + local
+            bundles[device] = Bundle(
+                group=group,
+                index=index,
+                promise=Promise(device=device, node_id=promise[0], accelerator_id=promise[1]),
+            )
+    logger.info("devices: %s", {d: (b.promise.node_id[:8], b.promise.accelerator_id) for d, b in bundles.items()})
+    return bundles
+
+
+def _accelerators(group: PlacementGroup, accelerator: str) -> list[tuple[int, tuple[str, str]]]:
+    """`[(bundle index, (node id, accelerator id))]` in the order of the accelerators' ids."""
+    probe = get_platform().ray_resource_options(0.01)
+    answers = ray.get(
+        [
+            where.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index), **probe
+            ).remote(accelerator)
+            for index in range(group.bundle_count)
+        ]
+    )
+    return sorted(enumerate(answers), key=lambda item: _natural(item[1][1]))
+
+
+def _natural(accelerator_id: str) -> tuple[int, int, str]:
+    return (0, int(accelerator_id), "") if accelerator_id.isdigit() else (1, 0, accelerator_id)
+
+
+def _views(pool: Pool, placement: Placement, bundles: dict[int, Bundle]) -> list[BundleView]:
+    if not placement.is_even(pool.devices):
+        return [BundleView([bundles[device]]) for device in pool.devices]
+    by_node: dict[int, list[Bundle]] = {}
+    for device in pool.devices:
+        by_node.setdefault(placement.topology.node_of(device), []).append(bundles[device])
+    return [BundleView(by_node[node]) for node in sorted(by_node)]
+
+
+def _not_reserved(spec: RunSpec, bundle: dict[str, float]) -> ClusterError:
+    topology = spec.placement.topology
+    nodes = {
+        node_id[:8]: {name: amount for name, amount in resources.items() if name in bundle}
+        for node_id, resources in ray._private.state.available_resources_per_node().items()
+    }
+    return ClusterError(
+        "reserving the job's devices",
+        expected=f"{topology.num_nodes} nodes with {topology.devices_per_node} bundles of {bundle}",
+        found=f"after {spec.timeout_s:g} s Ray has free: {nodes}",
+        consequence="the run stops instead of waiting for ever",
+        remedy="free the devices (`ray status` shows who holds them), or wait longer with sharding.placement.timeout_s",
+    )

@@ -1,0 +1,137 @@
+"""What the trainer does differently: role -> pool, role -> worker class, and devices read back from the workers."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import ray
+from verl.plugin.platform import get_platform
+from verl.trainer.ppo.utils import Role
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from verl_ext_sharding.cli import render
+from verl_ext_sharding.config.spec import RunSpec
+from verl_ext_sharding.errors import PlacementError
+from verl_ext_sharding.monitor import events
+from verl_ext_sharding.placement.bundles import Promise
+from verl_ext_sharding.workers.pools import BundlePoolManager
+from verl_ext_sharding.workers.probe import read_back
+from verl_ext_sharding.workers.role_worker import sharding_worker_class
+
+_ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
+
+
+def place_roles(trainer: Any, spec: RunSpec) -> None:
+    """Rewrites the pools and worker classes that verl's trainer has just chosen, and hooks the read-back.
+
+    Args:
+        trainer: A `PPOTrainer` whose `_init_resource_pool_mgr` has run.
+        spec: The run's decisions.
+    """
+    events.emit("stage", name="devices")
+    trainer.on_init_end = types.MethodType(_on_init_end, trainer)
+    if not spec.placement.managed:
+        return
+    if "ref" in spec.placement.roles and spec.placement.pool_of("ref") != spec.placement.pool_of("actor"):
+        _separate_reference(trainer)
+    names = {
+        Role.Critic: "critic",
+        Role.RefPolicy: "ref",
+        Role.RewardModel: "reward",
+        Role.TeacherModel: "teacher",
+    } | dict.fromkeys(_ACTOR_ROLES, "actor")
+    for role in list(trainer.mapping):
+        pool = spec.placement.pool_of(names[role])
+        if pool is not None:
+            trainer.mapping[role] = pool.name
+        elif role == Role.RewardModel and not trainer.config.reward.reward_model.enable:
+            del trainer.mapping[role]  # verl maps it to its global pool whether there is a reward model or not
+    stock = trainer.resource_pool_manager
+    manager = BundlePoolManager(spec, trainer.mapping, finalize=types.MethodType(_use_our_workers, trainer))
+    _keep_own_pools(manager, stock)
+    trainer.resource_pool_manager = manager
+
+
+def _separate_reference(trainer: Any) -> None:
+    """Takes the reference out of the actor's worker, as verl does itself without hybrid replicas."""
+    workers, mapping = trainer.role_worker_mapping, trainer.mapping
+    for role in (Role.ActorRolloutRef, Role.ActorRollout):
+        if role in workers:
+            workers[Role.Actor], mapping[Role.Actor] = workers.pop(role), mapping.pop(role)
+    workers.setdefault(Role.RefPolicy, ray.remote(ActorRolloutRefWorker))
+    mapping.setdefault(Role.RefPolicy, mapping[Role.Actor])
+
+
+def _keep_own_pools(manager: BundlePoolManager, stock: Any) -> None:
+    """Pools of roles that we don't place (a reward model's or teacher's own) stay verl's."""
+    for name in set(manager.mapping.values()) - {pool.name for pool in manager.spec.placement.pools}:
+        manager.add_stock_pool(name, stock.resource_pool_spec[name])
+
+
+def _use_our_workers(trainer: Any) -> None:
+    """Puts our subclass in place of each worker class, after trainers and recipes have chosen theirs."""
+    events.emit("stage", name="workers")
+    for role, remote in trainer.role_worker_mapping.items():
+        base = getattr(remote, "__ray_actor_class__", remote)
+        trainer.role_worker_mapping[role] = ray.remote(sharding_worker_class(base))
+
+
+def _on_init_end(trainer: Any) -> None:
+    """Runs the trainer's own hook, then reads the devices back from the workers."""
+    type(trainer).on_init_end(trainer)
+    rows = read_back_devices(trainer)
+    render.show_read_back(rows)
+    events.emit("placement", rows=rows)
+    events.emit("stage", name="training")
+
+
+def read_back_devices(trainer: Any) -> list[dict[str, Any]]:
+    """Asks each worker and rollout server which device it has.
+
+    Returns:
+        One row for each role and rank.
+
+    Raises:
+        PlacementError: A worker runs elsewhere than it was promised.
+    """
+    accelerator = get_platform().ray_resource_name()
+    groups = {"actor": trainer.actor_rollout_wg}
+    if trainer.use_critic:
+        groups["critic"] = trainer.critic_wg
+    if trainer.use_reference_policy:
+        groups["ref"] = trainer.ref_policy_wg
+    rows = []
+    for role, group in groups.items():
+        answers = ray.get([worker.__ray_call__.remote(read_back, accelerator) for worker in group.workers])
+        rows += [_row(role, rank, answer) for rank, answer in enumerate(answers)]
+    for replica in trainer.llm_server_manager.get_replicas():
+        answers = ray.get([worker.__ray_call__.remote(read_back, accelerator) for worker in replica.workers])
+        for answer in answers:
+            row = _row("rollout", replica.replica_rank, answer)
+            rows.append(row | {"worker": type(replica).__name__, "engine": replica.config.name, "pid": None})
+    return rows
+
+
+def _row(role: str, rank: int, answer: dict[str, Any]) -> dict[str, Any]:
+    promise = Promise.from_json(answer["promise"]) if answer["promise"] else None
+    if promise and (promise.node_id, promise.accelerator_id) != (answer["node_id"], answer["accelerator_id"]):
+        raise PlacementError(
+            f"{role} rank {rank}",
+            expected=f"device {promise.device}, accelerator {promise.accelerator_id}",
+            found=f"accelerator {answer['accelerator_id']} of node {answer['node']}",
+            consequence="the run stops before training",
+            remedy="report this with the output of `verl-sharding doctor`",
+        )
+    ours = [part for part in answer["worker_classes"] if role in part.split("_") or part == ""]
+    part = ours[0] if ours else next(iter(answer["worker_classes"]))
+    return {
+        "role": role,
+        "rank": rank,
+        "device": promise.device if promise else None,
+        "node": answer["node"],
+        "accelerator": answer["accelerator_id"],
+        "worker": answer["worker_classes"][part],
+        "engine": answer["engines"][part],
+        "pid": answer["pid"],
+    }
