@@ -2,8 +2,8 @@
 # GRPO on one card of 24 GB (RTX 3090, RTX 4090, L4, A10): 0.5B, every parameter trained.
 #
 # Update: weights, gradients and Adam take 16 bytes a parameter, 7.4 GiB; the logits of 4096 tokens over a vocabulary of
-# 152k come to about 9 GiB. Generation: 5.5 GiB of the actor stay, vLLM takes half of the card. Nothing is offloaded but
-# the reference policy, which verl always keeps on the host. More tokens a micro-batch would not fit.
+# 152k come to about 9 GiB, so twice the tokens would not fit. Generation: 5.5 GiB of the actor stay, and vLLM takes
+# half of the card. Host: 2 GiB for the reference policy, which verl always keeps there.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
@@ -26,13 +26,13 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.n=8 \
-    sharding.roles.actor.devices=[0] \
-    sharding.roles.ref.devices=[0] \
+    "sharding.roles.actor.devices=[0]" \
+    "sharding.roles.ref.devices=[0]" \
     sharding.roles.actor.max_tokens=4096 \
     sharding.roles.rollout.max_new_tokens=1024 \
     sharding.roles.rollout.batch_size=128 \
     sharding.roles.rollout.gpu_memory_utilization=0.5 \
-    trainer.logger=[console] \
+    "trainer.logger=[console]" \
     trainer.project_name=verl_sharding_examples \
     trainer.val_before_train=False \
     trainer.total_epochs=1 \

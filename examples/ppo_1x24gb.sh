@@ -2,8 +2,8 @@
 # PPO on one card of 24 GB (RTX 3090, RTX 4090, L4, A10): actor and critic of 0.5B, every parameter trained.
 #
 # Two trained models and vLLM share the card, so each trained model is on the host while another phase runs: no phase
-# then holds more than one of them. Update of the actor: 16 bytes a parameter, 7.4 GiB, and about 9 GiB for the logits of
-# 4096 tokens. The critic has no vocabulary, and takes more tokens. Host: about 14 GiB.
+# then holds more than one of them. Update of the actor: 16 bytes a parameter, 7.4 GiB, and about 9 GiB for the logits
+# of 4096 tokens. The critic has no logits, and takes more tokens. Host: about 13 GiB, reference policy included.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
@@ -27,9 +27,9 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     critic.model.path="$MODEL" \
     critic.strategy=fsdp2 \
-    sharding.roles.actor.devices=[0] \
-    sharding.roles.critic.devices=[0] \
-    sharding.roles.ref.devices=[0] \
+    "sharding.roles.actor.devices=[0]" \
+    "sharding.roles.critic.devices=[0]" \
+    "sharding.roles.ref.devices=[0]" \
     sharding.roles.actor.max_tokens=4096 \
     sharding.roles.actor.offload.params=true \
     sharding.roles.actor.offload.optimizer=true \
@@ -39,7 +39,7 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     sharding.roles.rollout.max_new_tokens=1024 \
     sharding.roles.rollout.batch_size=128 \
     sharding.roles.rollout.gpu_memory_utilization=0.5 \
-    trainer.logger=[console] \
+    "trainer.logger=[console]" \
     trainer.project_name=verl_sharding_examples \
     trainer.val_before_train=False \
     trainer.total_epochs=1 \

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # PPO on four cards of 24 GB: actor and rollout of 1.5B on cards 0 and 1, critic and reference policy on cards 2 and 3.
 #
-# Each trained model has its own two cards: 16 bytes a parameter over two, 11.5 GiB in its update. The actor's cards also
-# hold vLLM (half of each), so Adam's states wait on the host while it generates: 2.9 GiB of the actor stay. The actor's
-# micro-batches are small, since the logits of 2048 tokens take almost 5 GiB; the critic has no vocabulary. Host: 18 GiB.
+# Each trained model has its own two cards: 16 bytes a parameter over two, 11.5 GiB in its update. The actor's cards
+# also hold vLLM (half of each), so Adam's states wait on the host while it generates: 2.9 GiB of the actor stay. The
+# actor's micro-batches are small, since the logits of 2048 tokens take almost 5 GiB; the critic has none. Host: about
+# 17 GiB, reference policy included.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}
@@ -27,16 +28,16 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     critic.model.path="$MODEL" \
     critic.strategy=fsdp2 \
-    sharding.roles.actor.devices=[0,1] \
-    sharding.roles.critic.devices=[2,3] \
-    sharding.roles.ref.devices=[2,3] \
+    "sharding.roles.actor.devices=[0,1]" \
+    "sharding.roles.critic.devices=[2,3]" \
+    "sharding.roles.ref.devices=[2,3]" \
     sharding.roles.actor.max_tokens=2048 \
     sharding.roles.actor.offload.optimizer=true \
     sharding.roles.critic.max_tokens=8192 \
     sharding.roles.rollout.max_new_tokens=1024 \
     sharding.roles.rollout.batch_size=128 \
     sharding.roles.rollout.gpu_memory_utilization=0.5 \
-    trainer.logger=[console] \
+    "trainer.logger=[console]" \
     trainer.project_name=verl_sharding_examples \
     trainer.val_before_train=False \
     trainer.total_epochs=1 \

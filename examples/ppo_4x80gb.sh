@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # PPO on four cards of 80 GB (A100, H100): actor and critic of 7B, every parameter trained, both sharded over all four.
 #
-# Two cards for each would not do: 16 bytes a parameter over two are 57 GiB, and the logits would not fit beside them. Over
-# four cards an update takes 28 GiB, 7 GiB of the other model's weights, and about 19 GiB for the logits of 8192 tokens.
-# Adam's states of both wait on the host, so that 14 GiB of weights stay beside vLLM, which takes half of each card.
-# Host: about 140 GiB, ref included.
+# Two cards for each would be tight: 16 bytes a parameter over two are 57 GiB, and 19 GiB of logits come on top. Over
+# four cards an update takes 28 GiB, 7 GiB for the other model's weights, and about 19 GiB for the logits of 8192
+# tokens. Adam's states of both wait on the host, so that 14 GiB of weights stay beside vLLM, which takes half of each
+# card. Host: about 140 GiB, reference policy included.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
@@ -28,9 +28,9 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     critic.model.path="$MODEL" \
     critic.strategy=fsdp2 \
-    sharding.roles.actor.devices=[0,1,2,3] \
-    sharding.roles.critic.devices=[0,1,2,3] \
-    sharding.roles.ref.devices=[0,1,2,3] \
+    "sharding.roles.actor.devices=[0,1,2,3]" \
+    "sharding.roles.critic.devices=[0,1,2,3]" \
+    "sharding.roles.ref.devices=[0,1,2,3]" \
     sharding.roles.actor.max_tokens=8192 \
     sharding.roles.actor.offload.optimizer=true \
     sharding.roles.critic.max_tokens=16384 \
@@ -38,7 +38,7 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     sharding.roles.rollout.max_new_tokens=2048 \
     sharding.roles.rollout.batch_size=256 \
     sharding.roles.rollout.gpu_memory_utilization=0.5 \
-    trainer.logger=[console] \
+    "trainer.logger=[console]" \
     trainer.project_name=verl_sharding_examples \
     trainer.val_before_train=False \
     trainer.total_epochs=1 \

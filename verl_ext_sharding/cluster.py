@@ -1,4 +1,4 @@
-"""What the driver asks of a running Ray cluster: free resources per node, and whether each node runs the same code."""
+"""What the driver asks of a running Ray cluster: free resources per node, the same code everywhere, how nodes communicate."""
 
 from __future__ import annotations
 
@@ -8,69 +8,84 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl_ext_sharding import envs
+from verl_ext_sharding.communication import hygiene
+from verl_ext_sharding.config import spec
+from verl_ext_sharding.config.schema import CommunicationConfig
 from verl_ext_sharding.config.spec import RunSpec
-from verl_ext_sharding.errors import ClusterError
+from verl_ext_sharding.errors import ClusterError, ConfigError
 from verl_ext_sharding.patching import ledger
 from verl_ext_sharding.placement.checks import NodeResources
 
-PARITY_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
 
 
 def free_resources() -> list[NodeResources]:
     """Free GPUs and CPUs of each live node, in verl's order (by address)."""
     available = ray._private.state.available_resources_per_node()
     nodes = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            free = available.get(node["NodeID"], {})
-            devices = int(free.get("GPU", free.get("NPU", 0)))
-            name = node["NodeManagerAddress"]
-            nodes.append(NodeResources(name=name, num_devices=devices, num_cpus=float(free.get("CPU", 0))))
+    for node in _alive():
+        free = available.get(node["NodeID"], {})
+        devices = int(free.get("GPU", free.get("NPU", 0)))
+        name = node["NodeManagerAddress"]
+        nodes.append(NodeResources(name=name, num_devices=devices, num_cpus=float(free.get("CPU", 0))))
     return sorted(nodes, key=lambda node: node.name)
 
 
-def check_parity(spec: RunSpec, env_vars: Mapping[str, str]) -> None:
-    """Compares version, spec and patched sources with one process on each node.
+def inspect_nodes(
+    run: RunSpec, env_vars: Mapping[str, str], communication: CommunicationConfig, exports: Mapping[str, str]
+) -> list[hygiene.Setting]:
+    """Asks one process on each node: does it run the driver's code, and how can it communicate?
+
+    Args:
+        run: The run's spec, which each node must have been given.
+        env_vars: Environment of the run's processes.
+        communication: The `sharding.communication` block.
+        exports: Communication variables that the user exported where the driver runs.
+
+    Returns:
+        One setting for each communication variable, which all nodes can live with.
 
     Raises:
-        ClusterError: A node differs, or could not answer in time.
+        ClusterError: A node differs from the driver, or could not answer in time.
+        ConfigError: The user asks for what a node has not.
     """
-    here = report()
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = _alive()
     answers = [
-        _report_there.options(
+        _answer.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False),
             runtime_env={"env_vars": dict(env_vars)},
-        ).remote()
-        for node in alive
+        ).remote(communication, dict(exports))
+        for node in nodes
     ]
     try:
-        reports = ray.get(answers, timeout=PARITY_TIMEOUT_S)
+        found = ray.get(answers, timeout=ANSWER_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError:
-        raise _silent_node(len(alive)) from None
+        raise _silent_node(len(nodes)) from None
     except ray.exceptions.RayTaskError as error:
         raise _broken_node(error) from error
-    expected = {**here, "spec": spec.digest()}
-    for node, found in zip(alive, reports, strict=True):
+    expected = {**ledger.parity(), "spec": run.digest()}
+    for node, (report, _) in zip(nodes, found, strict=True):
         different = {
-            key: (expected[key], found.get(key, ledger.ABSENT)) for key in expected if found.get(key) != expected[key]
+            key: (expected[key], report.get(key, ledger.ABSENT)) for key in expected if report.get(key) != expected[key]
         }
         if different:
             raise _other_code(node["NodeManagerAddress"], different)
+    names = [f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}" for node in nodes]
+    return hygiene.merge(dict(zip(names, (settings for _, settings in found), strict=True)))
 
 
-def report() -> dict[str, str]:
-    """What must be equal everywhere: releases, and the fingerprint of every source that we patch."""
-    return ledger.parity()
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
-@ray.remote(num_cpus=0, max_retries=1)
-def _report_there() -> dict[str, str]:
-    from verl_ext_sharding import envs
-    from verl_ext_sharding.config import spec
-
+@ray.remote(num_cpus=0, max_retries=1)  # type: ignore[untyped-decorator, unused-ignore]
+def _answer(
+    communication: CommunicationConfig, exports: dict[str, str]
+) -> tuple[dict[str, str], list[hygiene.Setting]]:
     run = spec.current()
-    return {**report(), "spec": run.digest() if run and not envs.disabled() else "not loaded"}
+    digest = run.digest() if run is not None and not envs.disabled() else "not loaded"
+    return {**ledger.parity(), "spec": digest}, hygiene.decide_here(communication, exports)
 
 
 def _other_code(node: str, different: Mapping[str, tuple[str, str]]) -> ClusterError:
@@ -80,21 +95,25 @@ def _other_code(node: str, different: Mapping[str, tuple[str, str]]) -> ClusterE
         expected="the driver's versions of verl-ext-sharding and verl, and the run's spec",
         found=lines,
         consequence="the run stops before workers start, since roles would run different code",
-        remedy=f"install the same versions on {node}: pip install verl-ext-sharding=={report()['release:verl-ext-sharding']}",
+        remedy=f"install the driver's versions on {node}, see `verl-sharding doctor` on both",
     )
 
 
 def _silent_node(count: int) -> ClusterError:
     return ClusterError(
         "nodes of the Ray cluster",
-        expected=f"an answer from each of {count} nodes within {PARITY_TIMEOUT_S:g} s",
+        expected=f"an answer from each of {count} nodes within {ANSWER_TIMEOUT_S:g} s",
         found="none from at least one",
         consequence="the run stops before workers start",
         remedy="look at `ray status` and the raylet log of the node that doesn't answer",
     )
 
 
-def _broken_node(error: Any) -> ClusterError:
+def _broken_node(error: Any) -> Exception:
+    """The node's own error where it is one of ours, else one that says where to look."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, ConfigError):
+        return cause
     return ClusterError(
         "verl-ext-sharding on the nodes of the Ray cluster",
         expected="the plugin imports on each node",

@@ -17,12 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding import envs, rollout
 from verl_ext_sharding.cli import render
+from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
 from verl_ext_sharding.config.facts import job_facts
 from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
-from verl_ext_sharding.config.translate import request_of, translate
+from verl_ext_sharding.config.token_budget import check_token_budgets, longest_sequence, token_budgets
+from verl_ext_sharding.config.translate import request_of, translate, values_of
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.monitor import events
 from verl_ext_sharding.placement import checks
@@ -92,7 +94,7 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
         facts,
         colocate_count=request.placement.max_colocate_count,
     )
-    changes = translate(request, facts, placement)
+    changes = translate(request, facts, placement, values_of(config), explicit)
     changes += rollout_changes(config)
     if cpu.is_cpu(config):
         cpu.check(config, explicit)
@@ -100,6 +102,7 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
     applied = apply_changes(config, changes, explicit)
     facts = job_facts(config)
     checks.check_job(placement, facts)
+    _check_token_budgets(config, facts, placement)
     plan = Plan(
         request=request,
         facts=facts,
@@ -119,17 +122,21 @@ CRITIC_ATTENTION = "critic.model.override_config.attn_implementation"
 _ROLES = ("actor", "rollout", "ref", "critic", "reward", "teacher")
 
 
+def _check_token_budgets(config: DictConfig, facts: JobFacts, placement: Placement) -> None:
+    values = values_of(config)
+    ranks = {role: len(placement.devices_of(role)) for role in facts.engines}
+    budgets = token_budgets(values, list(facts.engines), num_ranks=ranks)
+    check_token_budgets(budgets, longest_sequence(values))
+
+
 def rollout_changes(config: DictConfig) -> list[KeyChange]:
     """What `rollout.name=hf` needs of verl: an agent loop that gives each request its seed."""
     if OmegaConf.select(config, "actor_rollout_ref.rollout.name", throw_on_missing=False) != rollout.NAME:
         return []
     key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-    manager = "verl_ext_sharding.rollout.agent_loop.SeededAgentLoopManager"
-    return (
-        [KeyChange(key=key, new=manager, why="actor_rollout_ref.rollout.name=hf", default=True)]
-        if not (OmegaConf.select(config, key, default=None))
-        else []
-    )
+    if OmegaConf.select(config, key, default=None):
+        return []  # a user's own agent loop; the server then seeds each request itself
+    return [KeyChange(key=key, new=rollout.SEEDED_AGENT_LOOP, why="actor_rollout_ref.rollout.name=hf", default=True)]
 
 
 def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: Any) -> Any:
@@ -193,7 +200,10 @@ class TaskRunnerGate:
             needed=needed_keys(self._plan),
         )
         env_vars = {envs.SPEC: spec.to_json(), **envs.forwarded()}
-        cluster.check_parity(spec, env_vars)
+        settings = cluster.inspect_nodes(spec, env_vars, self._plan.request.communication, hygiene.exported(os.environ))
+        render.show_settings(settings)
+        env_vars |= hygiene.as_env(settings)
+        os.environ.update(hygiene.as_env(settings))
         runtime_env = dict(self._options.pop("runtime_env", {}))
         runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **env_vars}
         return self._task_runner_class.options(**self._options, runtime_env=runtime_env).remote(*args, **kwargs)

@@ -15,7 +15,9 @@ from verl_ext_sharding.config import spec
 from verl_ext_sharding.errors import PatchError
 from verl_ext_sharding.patching import install
 from verl_ext_sharding.patching.deferred import when_imported
-from verl_ext_sharding.patching.ledger import known_specs
+from verl_ext_sharding.patching.ledger import forecast, known_specs
+
+logger = logging.getLogger(__name__)
 
 
 def load() -> None:
@@ -40,6 +42,15 @@ def load() -> None:
 
 
 def _register_config(_module: ModuleType) -> None:
+    """Makes `trainer.plugin` a key of verl's config, unless a run that asks for it could not be given what it asks."""
+    unfit = [patch for patch in forecast(needed=("trainer.plugin",)) if patch.state == "failed"]
+    if unfit:
+        logger.error(
+            "verl-ext-sharding does not fit this verl, and trainer.plugin=sharding will be refused; run `verl-sharding "
+            "doctor`. %s",
+            "; ".join(f"{patch.id}: {patch.reason}" for patch in unfit),
+        )
+        return
     from verl_ext_sharding.config import hydra_source
 
     hydra_source.register()

@@ -243,6 +243,11 @@ def test_keys_that_verl_still_has_are_not_answered():
     assert [key for key in tree("dp") if answer(key, "1", tree("dp")) is not None] == []
 
 
+def test_a_key_that_verl_still_has_for_this_engine_is_not_answered_with_a_plus_either():
+    assert answer("+critic.nccl_timeout", "1", tree("megatron")) is None
+    assert answer("+critic.nccl_timeout", "1", tree("dp")) is not None
+
+
 def test_the_error_names_key_value_reason_and_remedy():
     error = answer("critic.model.fsdp_config.param_offload", "True", tree("dp")).error()
     assert isinstance(error, ConfigError)

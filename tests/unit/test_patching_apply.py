@@ -1,149 +1,37 @@
-"""Patches of synthetic packages: put in place, taken away, refused, and what status says of it."""
+"""Patches of synthetic packages: put in place, taken away, refused."""
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import inspect
-import itertools
 import logging
 import sys
 import threading
-import uuid
 
 import pytest
+from patching_synthetic import (
+    SOURCE,
+    attribute,
+    current,
+    lookalike,
+    replace_and_fail,
+    replace_classmethod,
+    replace_coroutine,
+    replace_function,
+    replace_method,
+    state_of,
+    synthetic_specs,
+)
 
 from verl_ext_sharding.errors import PatchError
-from verl_ext_sharding.patching import PatchSpec, apply, install, original, remove, status
-from verl_ext_sharding.patching.fingerprint import fingerprint, signature
-
-SOURCE = """
-import functools
-
-def mark(function):
-    @functools.wraps(function)
-    def marked(*args):
-        return function(*args)
-    marked.attrs_3141562937 = {"dispatch": "all"}
-    return marked
-
-def greet(name):
-    return f"hello {name}"
-
-async def greet_later(name):
-    return greet(name)
-
-class Base:
-    def method(self, name):
-        return f"base {name}"
-
-    def only_base(self, name):
-        return f"only base {name}"
-
-class Worker(Base):
-    def method(self, name):
-        return f"worker {name}, {super().method(name)}"
-
-    @staticmethod
-    def static(name):
-        return f"static {name}"
-
-    @classmethod
-    def build(cls, name):
-        return f"{cls.__name__} {name}"
-
-    @mark
-    def exported(self, name):
-        return f"exported {name}"
-
-    @property
-    def size(self):
-        return 1
-
-class Child(Worker):
-    pass
-
-LIMIT = 3
-"""
-
-current = {}
-"""The spec of the running test: what a real patch point has as its module-level SPEC."""
-
-
-def replace_function(name):
-    return f"patched {original(current['spec'])(name)}"
-
-
-def lookalike(name):
-    return f"hello {name}"
-
-
-async def replace_coroutine(name):
-    return f"patched {await original(current['spec'])(name)}"
-
-
-def replace_method(self, name):
-    return f"patched {original(current['spec'])(self, name)}"
-
-
-def replace_classmethod(cls, name):
-    return f"patched {original(current['spec'])(cls, name)}"
-
-
-def replace_and_fail(name):
-    raise ZeroDivisionError("in the replacement")
+from verl_ext_sharding.patching import apply, original, remove
+from verl_ext_sharding.patching.fingerprint import fingerprint
 
 
 @pytest.fixture
-def module_name(tmp_path, monkeypatch):
-    """An importable module with SOURCE, of a distribution of the same name and release 1.0.0."""
-    name = f"synthetic_{uuid.uuid4().hex}"
-    (tmp_path / f"{name}.py").write_text(SOURCE)
-    metadata = tmp_path / f"{name}-1.0.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-    yield name
-    if "spec" in current:
-        if current["spec"].module in sys.modules:
-            remove(current["spec"])
-        del current["spec"]
-    sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def make_spec(module_name):
-    def make(qualname, replacement, **changes):
-        fields = {
-            "id": f"test-{module_name.replace('_', '-')}",
-            "target": f"{module_name}:{qualname}",
-            "replacement": replacement,
-            "distribution": module_name,
-            "range": ">=1.0,<1.1",
-            "signature": signature(SOURCE, qualname),
-            "fingerprints": {"1.0.0": fingerprint(SOURCE, qualname)},
-            "processes": frozenset({"driver"}),
-            "needed_by": "some.key",
-            "upstream_issue": "none filed",
-            "remove_when": "the test is over",
-        }
-        current["spec"] = PatchSpec(**(fields | changes))
-        return current["spec"]
-
-    return make
-
-
-def state_of(spec):
-    return next(line for line in status() if line.id == spec.id)
-
-
-def attribute(spec):
-    """What the owner's own `__dict__` holds at the target, or None."""
-    owner = sys.modules[spec.module]
-    *path, name = spec.qualname.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    return vars(owner).get(name)
+def make_spec(tmp_path, monkeypatch):
+    yield from synthetic_specs(tmp_path, monkeypatch)
 
 
 TARGETS = [
@@ -311,8 +199,9 @@ def test_a_property_is_refused(make_spec):
 
 
 @pytest.mark.parametrize("qualname", ["Worker.none", "Nobody.method", "LIMIT", "greet.inner"])
-def test_a_target_that_is_not_defined_is_refused(make_spec, module_name, qualname):
-    spec = make_spec("greet", replace_function, target=f"{module_name}:{qualname}")
+def test_a_target_that_is_not_defined_is_refused(make_spec, qualname):
+    module = make_spec("greet", replace_function).module
+    spec = make_spec("greet", replace_function, target=f"{module}:{qualname}")
     with pytest.raises(PatchError, match=rf"{spec.id} on {spec.target}"):
         apply(spec)
     assert state_of(spec).state == "failed"
@@ -341,111 +230,6 @@ def test_a_module_without_a_source_file_is_refused(make_spec):
     module.__file__ = module.__file__ + "c"
     with pytest.raises(PatchError, match="no source file"):
         apply(spec)
-
-
-def test_a_needed_patch_that_does_not_fit_fails_the_import_of_its_target(make_spec):
-    spec = make_spec("greet", replace_function, fingerprints={"0.9.0": "0" * 16})
-    install([spec], process="driver", needed={"some.key"})
-    with pytest.raises(PatchError, match=r"some\.key needs this patch"):
-        importlib.import_module(spec.module)
-    with pytest.raises(PatchError, match=r"some\.key needs this patch"):
-        importlib.import_module(spec.module)
-    assert state_of(spec).state == "failed"
-
-
-def test_a_needed_patch_that_does_not_fit_an_imported_target_fails_install(make_spec):
-    spec = make_spec("greet", replace_function, range=">=2.0,<2.1")
-    importlib.import_module(spec.module)
-    with pytest.raises(PatchError, match="out of range"):
-        install([spec], process="driver", needed={"some.key"})
-    assert (state_of(spec).state, state_of(spec).fingerprint_known) == ("failed", True)
-
-
-@pytest.mark.parametrize("changes", [{"fingerprints": {"0.9.0": "0" * 16}}, {"range": ">=2.0,<2.1"}])
-@pytest.mark.parametrize("needed_by", ["some.key", None])
-def test_a_patch_that_does_not_fit_and_is_not_needed_is_skipped_with_one_warning(make_spec, caplog, changes, needed_by):
-    spec = make_spec("greet", replace_function, needed_by=needed_by, **changes)
-    install([spec], process="driver", needed={"another.key"})
-    assert importlib.import_module(spec.module).greet("ann") == "hello ann"
-    warnings = [line for line in caplog.records if line.levelno >= logging.WARNING]
-    assert len(warnings) == 1
-    assert spec.id in warnings[0].getMessage()
-    assert "\n" not in warnings[0].getMessage()
-    assert state_of(spec).state == "skipped"
-    assert state_of(spec).reason
-
-
-def test_one_patch_that_does_not_fit_leaves_the_others_in_place(make_spec):
-    good = make_spec("Worker.static", replace_function)
-    bad = make_spec("greet", replace_and_fail, id=f"{good.id}-bad", fingerprints={})
-    importlib.import_module(bad.module)
-    with pytest.raises(PatchError, match=bad.id):
-        install([bad, good], process="driver", needed={"some.key"})
-    assert (state_of(bad).state, state_of(good).state) == ("failed", "applied")
-    remove(good)
-
-
-def test_installing_waits_for_the_import_and_imports_nothing(make_spec):
-    spec = make_spec("greet", replace_function)
-    install([spec], process="driver")
-    assert (state_of(spec).state, state_of(spec).fingerprint_known) == ("pending", None)
-    assert spec.module not in sys.modules
-    assert importlib.import_module(spec.module).greet("ann") == "patched hello ann"
-    assert (state_of(spec).state, state_of(spec).fingerprint_known) == ("applied", True)
-
-
-EVERY_ORDER = sorted(set(itertools.permutations(["import", "install", "install", "remove", "remove"])))
-
-
-@pytest.mark.parametrize("order", EVERY_ORDER, ids="-".join)
-def test_the_target_is_what_the_last_step_says_in_every_order(make_spec, order):
-    spec = make_spec("Worker.exported", replace_method)
-    is_installed = False
-    for step in order:
-        if step == "import":
-            importlib.import_module(spec.module)
-        elif step == "install":
-            install([spec], process="driver", needed={"some.key"})
-            is_installed = True
-        else:
-            remove(spec)
-            is_installed = False
-        if spec.module in sys.modules:
-            assert (attribute(spec) is replace_method) == is_installed
-    assert sys.modules[spec.module].Worker().exported("ann").startswith("patched") == is_installed
-
-
-def test_a_pending_patch_that_is_removed_never_comes(make_spec):
-    spec = make_spec("greet", replace_function)
-    install([spec], process="driver")
-    remove(spec)
-    assert importlib.import_module(spec.module).greet("ann") == "hello ann"
-    assert state_of(spec).state == "removed"
-
-
-def test_a_removed_patch_can_be_installed_again(make_spec):
-    spec = make_spec("greet", replace_function)
-    install([spec], process="driver")
-    remove(spec)
-    install([spec], process="driver")
-    assert importlib.import_module(spec.module).greet("ann") == "patched hello ann"
-
-
-def test_a_patch_of_another_process_is_not_installed(make_spec):
-    spec = make_spec("greet", replace_function, processes=frozenset({"worker"}))
-    install([spec], process="driver", needed={"some.key"})
-    assert importlib.import_module(spec.module).greet("ann") == "hello ann"
-    assert spec.id not in {line.id for line in status()}
-
-
-def test_each_patch_is_logged_once_when_it_is_applied(make_spec, caplog):
-    caplog.set_level(logging.INFO)
-    spec = make_spec("greet", replace_function)
-    install([spec], process="driver")
-    assert not caplog.records
-    importlib.import_module(spec.module)
-    apply(spec)
-    assert [line.getMessage() for line in caplog.records] == [f"patch {spec.id} on {spec.target}"]
 
 
 def test_two_patches_with_one_id_are_a_mistake_of_ours(make_spec):
@@ -497,6 +281,47 @@ def test_threads_that_apply_and_remove_and_call_see_the_target_whole(make_spec):
     assert answers <= {"exported ann", "patched exported ann"}
     assert attribute(spec) is before
     assert vars(replace_method) == {}
+
+
+def test_a_second_thread_waits_until_the_first_has_applied_the_patch(make_spec, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    mechanism = sys.modules["verl_ext_sharding.patching.apply"]
+    spec, examine, errors = make_spec("greet", replace_function), mechanism.examine, []
+    importlib.import_module(spec.module)
+    both = threading.Barrier(2)
+
+    def examine_together(*args):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # two threads meet here only if nothing keeps them apart
+        return examine(*args)
+
+    def run():
+        try:
+            apply(spec)
+        except AssertionError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(mechanism, "examine", examine_together)
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors == []
+    assert len(caplog.records) == 1
+
+
+def test_a_patch_that_comes_while_the_original_is_looked_up_is_not_its_own_original(make_spec, monkeypatch):
+    spec, import_module = make_spec("greet", replace_function), importlib.import_module
+    before = original(spec)
+
+    def import_and_apply(name):
+        monkeypatch.setattr(importlib, "import_module", import_module)
+        apply(spec)
+        return import_module(name)
+
+    monkeypatch.setattr(importlib, "import_module", import_and_apply)
+    assert original(spec) is before
 
 
 def make_closure(value):

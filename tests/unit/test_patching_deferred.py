@@ -7,6 +7,7 @@ import types
 import uuid
 
 import pytest
+import wrapt
 
 from verl_ext_sharding.patching.deferred import when_imported
 
@@ -72,6 +73,19 @@ def test_a_failing_hook_on_an_imported_module_surfaces_and_leaves_the_module(mak
     with pytest.raises(HookError):
         when_imported(name, fail)
     assert sys.modules[name] is module
+
+
+def test_a_failing_hook_on_a_module_imported_while_it_was_registered_leaves_the_module(make_module, monkeypatch):
+    name, register = make_module(), wrapt.register_post_import_hook
+
+    def import_and_register(hook, module_name):
+        importlib.import_module(module_name)
+        register(hook, module_name)
+
+    monkeypatch.setattr(wrapt, "register_post_import_hook", import_and_register)
+    with pytest.raises(HookError):
+        when_imported(name, fail)
+    assert name in sys.modules
 
 
 def test_a_second_import_does_not_get_past_a_hook_that_failed_the_first(make_module):

@@ -58,6 +58,8 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
         with initialize_config_dir(str(folder), version_base=None):
             return hydra_compose(config_name, overrides=lines)
     except HydraException as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
         raise ConfigError(
             "the overrides",
             expected=f"overrides of {config_name}",

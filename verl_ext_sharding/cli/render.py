@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from verl_ext_sharding.communication.hygiene import Setting
 from verl_ext_sharding.config.changes import KeyChange
 from verl_ext_sharding.placement.devices import format_devices
 from verl_ext_sharding.placement.table import PlacementTable
@@ -73,6 +74,12 @@ def show_changes(changes: Sequence[KeyChange]) -> None:
         show(f"set because of {why}:")
         for change in group:
             show(f"  {change.key}={_override(change.new)}  (was {_override(change.old)})")
+
+
+def show_settings(settings: Sequence[Setting]) -> None:
+    """Prints the communication variables and why each has its value."""
+    rows = [(s.name, "left alone" if s.value is None else s.value, s.source, s.reason) for s in settings]
+    show(table("Communication", ("variable", "value", "set by", "because"), rows))
 
 
 def show_read_back(rows: Sequence[Mapping[str, Any]]) -> None:

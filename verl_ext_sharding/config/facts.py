@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext_sharding.placement.job import EngineFacts, JobFacts, ServerFacts
+from verl_ext_sharding.placement.job import EngineFacts, JobFacts, MicroBatch, ServerFacts
 
 _MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
@@ -78,8 +79,31 @@ def _engine(config: DictConfig, block: str, fsdp: str, worker: str, *, trains: b
         strategy=strategy,
         model_parallel_size=parallel,
         mini_batch_size=int(mini) if mini is not None else None,
+        micro_batches=tuple(_micro_batches(config, block)),
         worker_class=worker,
     )
+
+
+def _micro_batches(config: DictConfig, block: str) -> Iterator[MicroBatch]:
+    """Fixed micro-batches that verl really uses (workers/engine_workers.py, trainer/ppo/v1/trainer_base.py).
+
+    The critic's own `ppo_micro_batch_size_per_gpu` is not among them: the v1 trainer leaves its engine at token budgets.
+    """
+    rollout = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+    candidates = {
+        "actor_rollout_ref.actor": (("ppo_micro_batch_size_per_gpu", False),),
+        "actor_rollout_ref.ref": (("log_prob_micro_batch_size_per_gpu", True),),
+        "critic": (("fsdp.micro_batch_size_per_gpu", False), ("fsdp.infer_micro_batch_size_per_gpu", True)),
+    }
+    dynamic = {"actor_rollout_ref.ref": "log_prob_use_dynamic_bsz", "critic": "fsdp.use_dynamic_bsz"}
+    if _get(config, f"{block}.{dynamic.get(block, 'use_dynamic_bsz')}", block == "critic"):
+        return
+    for key, of_step in candidates[block]:
+        size = _get(config, f"{block}.{key}", None)
+        if size is not None:
+            yield MicroBatch(key=f"{block}.{key}", samples=int(size), of_step=of_step)
+    if block == "actor_rollout_ref.actor" and (size := _get(config, rollout, None)) is not None:
+        yield MicroBatch(key=rollout, samples=int(size), of_step=True)
 
 
 def _server(block: Any, own_devices: int = 0) -> ServerFacts:

@@ -13,8 +13,8 @@ from verl_ext_sharding.config.translate import request_of
 from verl_ext_sharding.errors import ConfigError
 
 
-def explain(error: Exception, overrides: Iterable[Any], config: DictConfig) -> str | None:
-    """A better message for an override that Hydra refused, or None when we know nothing better.
+def explain(error: Exception, overrides: Iterable[Any], config: DictConfig) -> ConfigError | None:
+    """A better error for an override that Hydra refused, or None when we know nothing better.
 
     Args:
         error: Hydra's exception.
@@ -23,15 +23,46 @@ def explain(error: Exception, overrides: Iterable[Any], config: DictConfig) -> s
     """
     if "sharding" not in config:
         return None
+    overrides = list(overrides)
+    switched_on = any(o.key_or_group == "trainer.plugin" and o.value() == PLUGIN_NAME for o in overrides)
     for override in overrides:
         key = override.key_or_group
+        if switched_on and not _exists(config, key) and (answer := _old_key(override, config)):
+            return answer
         if f"'{key}'" in str(error) or override.input_line in str(error):
             path, name, known = _first_missing(config, key)
             ours = key.startswith("sharding") or key.startswith("trainer.plug") or override.value() == PLUGIN_NAME
             if name is None or not ours:
                 return None
-            return str(unknown_key(path, name, known)).replace("..", ".")
+            return unknown_key(path, name, known)
     return None
+
+
+def _old_key(override: Any, config: DictConfig) -> ConfigError | None:
+    """What became of a key of an older verl, or None."""
+    from verl_ext_sharding.config import old_keys
+
+    key, _, value = override.input_line.partition("=")
+    found = old_keys.answer(key, value or None, known_keys(config))
+    return found.error() if found is not None else None
+
+
+def known_keys(config: DictConfig) -> set[str]:
+    """Every dotted key of a config, blocks included."""
+    keys: set[str] = set()
+    stack: list[tuple[str, Any]] = [("", config)]
+    while stack:
+        path, node = stack.pop()
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
+            for name in node:
+                child = f"{path}.{name}" if path else str(name)
+                keys.add(child)
+                stack.append((child, node._get_node(name)))
+    return keys
+
+
+def _exists(config: DictConfig, key: str) -> bool:
+    return _first_missing(config, key)[1] is None
 
 
 def _first_missing(config: DictConfig, key: str) -> tuple[str, str | None, list[str]]:

@@ -320,11 +320,11 @@ def unknown_key(path: str, name: str, known: list[str]) -> ConfigError:
     """The error for a key that doesn't exist, with the key that was probably meant."""
     close = did_you_mean(name, known)
     return ConfigError(
-        f"{path}.{name}: no such key",
+        f"{path}.{name}".lstrip(".") + ": no such key",
         expected=f"one of {', '.join(known)}",
         found=name,
         consequence="the run does not start",
-        remedy=f"did you mean {path}.{close}?" if close else f"remove {path}.{name}",
+        remedy=f"did you mean {path}.{close}?".replace(" .", " ") if close else f"remove {path}.{name}",
     )
 
 

@@ -157,7 +157,7 @@ def check_token_budgets(budgets: Sequence[TokenBudget], longest_tokens: int) -> 
         expected=f"micro-batches of at least {longest_tokens} tokens, prompt + response",
         found=", ".join(found),
         consequence="the run does not start; the first step with such a sequence would end in an assertion",
-        remedy="; or ".join(f"{' '.join(lines)}" for lines in fixes(short, longest_tokens).values()),
+        remedy="\n  or:       ".join(" ".join(lines) for lines in fixes(short, longest_tokens).values()),
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.changes import KeyChange
+from verl_ext_sharding.config.rollout_limits import translate_limits
 from verl_ext_sharding.config.schema import RoleConfig, ShardingConfig
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.bundles import Placement
@@ -26,7 +27,8 @@ _MICRO_BATCH = {
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
     ),
     "ref": ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",),
-    "critic": ("critic.ppo_micro_batch_size_per_gpu",),
+    # The v1 trainer builds the critic's engine without critic.ppo_micro_batch_size_per_gpu (trainer_base.py, _setup).
+    "critic": ("critic.fsdp.micro_batch_size_per_gpu", "critic.fsdp.infer_micro_batch_size_per_gpu"),
 }
 _MAX_TOKENS = {
     "actor": (
@@ -34,17 +36,30 @@ _MAX_TOKENS = {
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
     ),
     "ref": ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",),
-    "critic": ("critic.ppo_max_token_len_per_gpu",),
+    "critic": ("critic.ppo_infer_max_token_len_per_gpu",),
 }
 _DYNAMIC = {
     "actor": "actor_rollout_ref.actor.use_dynamic_bsz",
     "ref": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
-    "critic": "critic.use_dynamic_bsz",
+    "critic": "critic.fsdp.use_dynamic_bsz",
 }
 
 
-def translate(request: ShardingConfig, facts: JobFacts, placement: Placement) -> list[KeyChange]:
+def translate(
+    request: ShardingConfig,
+    facts: JobFacts,
+    placement: Placement,
+    current: Mapping[str, Any],
+    explicit: Collection[str] = (),
+) -> list[KeyChange]:
     """verl's own keys for everything in the request that verl has a key for.
+
+    Args:
+        request: The user's request.
+        facts: The job.
+        placement: Where its roles run.
+        current: verl's resolved values by dotted key, from `values_of`.
+        explicit: verl's keys that the user wrote on the command line.
 
     Raises:
         ConfigError: A key of the request has no effect in this version; nothing is skipped silently.
@@ -52,7 +67,7 @@ def translate(request: ShardingConfig, facts: JobFacts, placement: Placement) ->
     changes: list[KeyChange] = []
     for role in ("actor", "ref", "critic"):
         changes += _role(role, getattr(request.roles, role), facts)
-    changes += _rollout(request)
+    changes += translate_limits(request.roles.rollout, current, context_length=None, explicit=explicit)
     changes += _servers(placement, facts)
     refuse_unsupported(request, handled={change.why for change in changes})
     return changes
@@ -80,26 +95,16 @@ def _role(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[KeyChange]
     if config.offload.optimizer is not None and role != "ref":
         key = f"{engine}.optimizer_offload"
         yield KeyChange(key=key, new=config.offload.optimizer, why=f"{prefix}.offload.optimizer")
+    if config.micro_batch_size is not None and config.max_tokens is not None:
+        raise _two_micro_batches(prefix)
     if config.micro_batch_size is not None:
+        yield KeyChange(key=_DYNAMIC[role], new=False, why=f"{prefix}.micro_batch_size")
         for key in _MICRO_BATCH[role]:
             yield KeyChange(key=key, new=config.micro_batch_size, why=f"{prefix}.micro_batch_size")
     if config.max_tokens is not None:
         yield KeyChange(key=_DYNAMIC[role], new=True, why=f"{prefix}.max_tokens")
         for key in _MAX_TOKENS[role]:
             yield KeyChange(key=key, new=config.max_tokens, why=f"{prefix}.max_tokens")
-
-
-def _rollout(request: ShardingConfig) -> Iterator[KeyChange]:
-    rollout, prefix = request.roles.rollout, "sharding.roles.rollout"
-    if rollout.batch_size is not None:
-        yield KeyChange(
-            key="actor_rollout_ref.rollout.max_num_seqs", new=rollout.batch_size, why=f"{prefix}.batch_size"
-        )
-    if rollout.max_new_tokens is not None:
-        yield KeyChange(key="data.max_response_length", new=rollout.max_new_tokens, why=f"{prefix}.max_new_tokens")
-    if rollout.gpu_memory_utilization is not None:
-        key = "actor_rollout_ref.rollout.gpu_memory_utilization"
-        yield KeyChange(key=key, new=rollout.gpu_memory_utilization, why=f"{prefix}.gpu_memory_utilization")
 
 
 def _servers(placement: Placement, facts: JobFacts) -> Iterator[KeyChange]:
@@ -152,6 +157,16 @@ def _is_default_effect(key: str, value: Any) -> bool:
     return (name, value) == ("layout", "fsdp") or (key, value) == ("sharding.fit", "off")
 
 
+def _two_micro_batches(prefix: str) -> ConfigError:
+    return ConfigError(
+        prefix,
+        expected="micro_batch_size (samples) or max_tokens (a token budget)",
+        found="both",
+        consequence="the run does not start",
+        remedy=f"remove {prefix}.micro_batch_size or {prefix}.max_tokens",
+    )
+
+
 def _no_such_role(role: str, config: RoleConfig) -> ConfigError:
     return ConfigError(
         f"sharding.roles.{role}",
@@ -181,3 +196,16 @@ def request_of(config: DictConfig) -> ShardingConfig:
     block = OmegaConf.to_container(config.get("sharding", OmegaConf.create({})), resolve=True)
     assert isinstance(block, dict)
     return ShardingConfig.parse(block)
+
+
+def values_of(config: DictConfig) -> dict[str, Any]:
+    """verl's resolved values by dotted key; blocks and lists are left out, `???` reads None."""
+    values: dict[str, Any] = {}
+    stack: list[tuple[str, Any]] = [("", OmegaConf.to_container(config, resolve=True))]
+    while stack:
+        path, node = stack.pop()
+        if isinstance(node, dict):
+            stack += [(f"{path}.{key}" if path else str(key), item) for key, item in node.items()]
+        elif not isinstance(node, list):
+            values[path] = None if node == "???" else node
+    return values

@@ -5,6 +5,7 @@ Real architectures with random weights: everything that runs on them runs on a m
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -49,6 +50,7 @@ class Assets:
     """Where the demo's files lie."""
 
     model: Path
+    critic: Path
     train_files: Path
     val_files: Path
     reward: Path
@@ -73,7 +75,7 @@ def build(model: TinyModel | None = None, root: Path | None = None) -> Assets:
     if not (home / "complete").exists():
         home.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=home.parent, prefix=".building-"))
-        _write_model(building / "model", model)
+        _write_models(building, model)
         _write_data(building)
         (building / "reward.py").write_text(_REWARD)
         (building / "complete").touch()
@@ -83,18 +85,19 @@ def build(model: TinyModel | None = None, root: Path | None = None) -> Assets:
             shutil.rmtree(building)
     return Assets(
         model=home / "model",
+        critic=home / "critic",
         train_files=home / "train.parquet",
         val_files=home / "val.parquet",
         reward=home / "reward.py",
     )
 
 
-def _write_model(folder: Path, model: TinyModel) -> None:
+def _write_models(folder: Path, model: TinyModel) -> None:
+    """Writes the policy, and the critic with a value head of its own, so that runs start from equal weights."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
     tokenizer = _tokenizer()
-    tokenizer.save_pretrained(folder)
     config = AutoConfig.for_model(
         model.architecture,
         vocab_size=(len(tokenizer) + 63) // 64 * 64,
@@ -111,7 +114,19 @@ def _write_model(folder: Path, model: TinyModel) -> None:
     )
     with torch.random.fork_rng():
         torch.manual_seed(model.seed)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        critic = AutoModelForTokenClassification.from_config(_with_one_label(config), dtype=torch.float32)
+        critic.base_model.load_state_dict(policy.base_model.state_dict())
+    for name, part in (("model", policy), ("critic", critic)):
+        part.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def _with_one_label(config: Any) -> Any:
+    """A config for a model with one value per token."""
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    return config
 
 
 def _tokenizer() -> Any:

@@ -24,7 +24,7 @@ def apply_overrides_to_config(overrides: Any, cfg: Any) -> None:
         hint = override_hints.explain(error, overrides, cfg)
         if hint is None:
             raise
-        raise ConfigCompositionException(hint) from error
+        raise ConfigCompositionException(str(hint)) from hint
     override_hints.check_types(cfg)
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from verl_ext_sharding.errors import PlacementError
-from verl_ext_sharding.placement.devices import Topology, format_devices, parse_devices
+from verl_ext_sharding.placement.devices import Topology, format_devices, parse_devices, split_optional
 from verl_ext_sharding.placement.job import SERVED_ROLES, TRAINED_ROLES, JobFacts
 
 DEFAULT_COLOCATE_COUNT = 3
@@ -65,6 +65,11 @@ class Placement:
     def used(self) -> tuple[int, ...]:
         """Devices that hold at least one role."""
         return tuple(sorted({device for pool in self.pools for device in pool.devices}))
+
+    @property
+    def most_processes(self) -> int:
+        """The most worker processes that meet on one device."""
+        return _most_shared(self.pools)[1]
 
     def per_node(self, devices: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The devices of each node that has any, as the node's own numbers, in node order."""
@@ -136,11 +141,12 @@ def place(
         PlacementError: A list is unreadable, names a device that doesn't exist, or belongs to a role that the job has not.
     """
     topology = Topology(num_nodes=facts.num_nodes, devices_per_node=facts.devices_per_node, node_names=node_names)
-    asked = {role: spec for role, spec in devices.items() if spec is not None}
+    asked = dict(_asked(devices, facts))
     parsed = {role: parse_devices(spec, topology, key=f"sharding.roles.{role}.devices") for role, spec in asked.items()}
     _check_roles_exist(parsed, facts)
     everything = tuple(range(topology.num_devices))
     actor = parsed.get("actor", everything)
+    _check_reference(parsed, actor, facts)
     _check_rollout(parsed, actor, facts)
 
     chosen: dict[str, tuple[int, ...]] = {"actor": actor}
@@ -161,6 +167,17 @@ def place(
     )
 
 
+def _asked(devices: Mapping[str, Any], facts: JobFacts) -> Iterator[tuple[str, Any]]:
+    """The lists that count: those that are set, without the optional ones of roles that the job has not."""
+    absent = {role for role, present in _present(facts).items() if not present}
+    if facts.ref_in_actor:
+        absent.add("ref")
+    for role, spec in devices.items():
+        plain, optional = split_optional(spec)
+        if plain is not None and not (optional and role in absent):
+            yield role, plain
+
+
 def _group(chosen: Mapping[str, tuple[int, ...]]) -> list[Pool]:
     """Roles with the same devices share a pool, named after its roles."""
     by_devices: dict[tuple[int, ...], list[str]] = {}
@@ -173,9 +190,14 @@ def _group(chosen: Mapping[str, tuple[int, ...]]) -> list[Pool]:
     ]
 
 
-def _colocate_count(pools: list[Pool], asked: int | None) -> int:
+def _most_shared(pools: Sequence[Pool]) -> tuple[int, int]:
+    """The device that most pools share, and how many do."""
     sharing = Counter(device for pool in pools for device in pool.devices)
-    device, most = max(sharing.items(), key=lambda item: item[1])
+    return max(sharing.items(), key=lambda item: item[1])
+
+
+def _colocate_count(pools: list[Pool], asked: int | None) -> int:
+    device, most = _most_shared(pools)
     if asked is not None and asked < most:
         raise PlacementError(
             "sharding.placement.max_colocate_count",
@@ -196,6 +218,16 @@ def _reserved(parsed: Mapping[str, Any], facts: JobFacts) -> dict[str, int]:
     }
 
 
+def _present(facts: JobFacts) -> dict[str, bool]:
+    """Whether the job has each of the roles that not every job has."""
+    return {
+        "critic": "critic" in facts.engines,
+        "ref": "ref" in facts.engines,
+        "reward": facts.reward is not None,
+        "teacher": facts.teacher is not None,
+    }
+
+
 def _check_roles_exist(parsed: Mapping[str, tuple[int, ...]], facts: JobFacts) -> None:
     how = {
         "critic": "algorithm.adv_estimator=gae or critic.enable=True",
@@ -203,13 +235,7 @@ def _check_roles_exist(parsed: Mapping[str, tuple[int, ...]], facts: JobFacts) -
         "reward": "reward.reward_model.enable=True",
         "teacher": "distillation.enabled=True",
     }
-    present = {
-        "critic": "critic" in facts.engines,
-        "ref": "ref" in facts.engines,
-        "reward": facts.reward is not None,
-        "teacher": facts.teacher is not None,
-    }
-    for role, exists in present.items():
+    for role, exists in _present(facts).items():
         if role in parsed and not exists:
             raise PlacementError(
                 f"sharding.roles.{role}.devices",
@@ -218,10 +244,13 @@ def _check_roles_exist(parsed: Mapping[str, tuple[int, ...]], facts: JobFacts) -
                 consequence="the run does not start",
                 remedy=f"sharding.roles.{role}.devices=null, or switch the {role} on with {how[role]}",
             )
-    if "ref" in parsed and facts.ref_in_actor and parsed["ref"] != parsed.get("actor"):
+
+
+def _check_reference(parsed: Mapping[str, tuple[int, ...]], actor: tuple[int, ...], facts: JobFacts) -> None:
+    if "ref" in parsed and facts.ref_in_actor and parsed["ref"] != actor:
         raise PlacementError(
             "sharding.roles.ref.devices",
-            expected="no devices: with LoRA the reference is the actor without its adapter",
+            expected=f"the actor's devices {format_devices(actor)}: with LoRA the reference is the actor without its adapter",
             found=format_devices(parsed["ref"]),
             consequence="the run does not start",
             remedy="sharding.roles.ref.devices=null",

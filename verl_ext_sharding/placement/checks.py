@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.placement.devices import format_devices
-from verl_ext_sharding.placement.job import JobFacts
+from verl_ext_sharding.placement.job import EngineFacts, JobFacts, ServerFacts
 
 TRANSFER_QUEUE_MIN = 2
 """TransferQueue needs its controller and one storage unit; each holds a CPU."""
+
+_STANDALONE_CPUS = 2
+"""CPUs of a bundle of rollout's own pool (`RolloutReplica.init_standalone`, workers/rollout/replica.py)."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -76,21 +79,19 @@ def check_batches(placement: Placement, facts: JobFacts) -> None:
     """
     prompts = facts.train_batch_size // max(1, facts.parameter_sync_step)
     samples = prompts * facts.rollout_n
-    for role, engine in facts.engines.items():
-        devices = placement.devices_of(role)
-        if not devices:
-            continue
-        ranks = len(devices) // engine.model_parallel_size
-        where = f"{role} has {ranks} data-parallel ranks on devices {format_devices(devices)}"
+    ranks_of = _data_parallel_ranks(placement, facts)
+    unit = math.lcm(*(ranks // math.gcd(ranks, facts.rollout_n) for ranks in ranks_of.values()))
+    for role, ranks in ranks_of.items():
+        where = f"{role} has {ranks} data-parallel ranks on devices {format_devices(placement.devices_of(role))}"
         if samples % ranks:
-            better = _round_up(prompts, ranks // math.gcd(ranks, facts.rollout_n)) * max(1, facts.parameter_sync_step)
+            better = _round_up(prompts, unit) * max(1, facts.parameter_sync_step)
             raise _error(
                 "data.train_batch_size",
                 f"a number of samples that divides by {ranks}: {where}",
                 f"{prompts} prompts x {facts.rollout_n} responses = {samples} samples in one update",
                 f"data.train_batch_size={better}, or another number of devices for {role}",
             )
-        mini = engine.mini_batch_size
+        mini = facts.engines[role].mini_batch_size
         if mini is not None and (mini * facts.rollout_n) % ranks:
             key = "critic.ppo_mini_batch_size" if role == "critic" else "actor_rollout_ref.actor.ppo_mini_batch_size"
             better = _round_up(mini, ranks // math.gcd(ranks, facts.rollout_n))
@@ -100,6 +101,32 @@ def check_batches(placement: Placement, facts: JobFacts) -> None:
                 f"{mini} prompts x {facts.rollout_n} responses = {mini * facts.rollout_n} samples",
                 f"{key}={better}, or another number of devices for {role}",
             )
+        _check_micro_batches(role, facts.engines[role], samples // ranks, ranks, facts)
+
+
+def _check_micro_batches(role: str, engine: EngineFacts, samples_per_rank: int, ranks: int, facts: JobFacts) -> None:
+    """One rank's samples must divide by the micro-batch (workers/engine/utils.py, prepare_micro_batches)."""
+    mini = engine.mini_batch_size
+    mini_per_rank = samples_per_rank if mini is None else mini * facts.rollout_n // ranks
+    for micro in engine.micro_batches:
+        samples = samples_per_rank if micro.of_step else mini_per_rank
+        if samples % micro.samples:
+            fits = max(size for size in range(1, min(samples, micro.samples) + 1) if samples % size == 0)
+            raise _error(
+                micro.key,
+                f"a size that divides the {samples} samples that each of the {ranks} ranks of {role} gets from one "
+                f"{'update' if micro.of_step else 'mini-batch'}",
+                str(micro.samples),
+                f"{micro.key}={fits}",
+            )
+
+
+def _data_parallel_ranks(placement: Placement, facts: JobFacts) -> dict[str, int]:
+    """Data-parallel ranks of each role that trains or evaluates."""
+    sizes = {
+        role: len(placement.devices_of(role)) // engine.model_parallel_size for role, engine in facts.engines.items()
+    }
+    return {role: size for role, size in sizes.items() if size}
 
 
 def check_servers(placement: Placement, facts: JobFacts) -> None:
@@ -120,16 +147,37 @@ def check_servers(placement: Placement, facts: JobFacts) -> None:
             continue
         per_node = [len(numbers) for numbers in placement.per_node(devices)]
         size = server.ranks_per_replica
-        divides = len(devices) % size == 0
-        aligned = all(count % size == 0 or size % count == 0 for count in per_node)
-        if not divides or not aligned:
-            fits = max(s for s in range(1, min(per_node) + 1) if all(count % s == 0 for count in per_node))
+        if not _servers_fit(size, per_node):
             raise _error(
                 keys[role],
-                f"a size that divides the {len(devices)} devices {format_devices(devices)} of {role} ({per_node} per node)",
+                f"servers that fill the {len(devices)} devices {format_devices(devices)} of {role} ({per_node} per node), "
+                "each within a node or on whole nodes of equal size",
                 f"{size} ranks for one {server.name} server",
-                f"{keys[role]}={min(fits, size)}, or give {role} {_round_up(len(devices), size)} devices",
+                f"{_smaller_server(keys[role], server, per_node)}, or give {role} {_round_up(len(devices), size)} devices",
             )
+
+
+def _servers_fit(size: int, per_node: Sequence[int]) -> bool:
+    """Whether servers of a size fill the devices, none of them across the border of a node that it does not fill.
+
+    verl cuts a role's ranks into servers in order, and gives each `min(devices per node, size)` ranks on a node
+    (`RolloutReplica`, workers/rollout/replica.py).
+    """
+    within_nodes = all(count % size == 0 for count in per_node)
+    whole_nodes = len(set(per_node)) == 1 and size % per_node[0] == 0 and sum(per_node) % size == 0
+    return within_nodes or whole_nodes
+
+
+def _smaller_server(key: str, server: ServerFacts, per_node: Sequence[int]) -> str:
+    """The largest tensor-parallel size, up to the present one, by which the servers fit."""
+    tensor = server.tensor_parallel_size or server.ranks_per_replica
+    rest = server.ranks_per_replica // tensor
+    fitting = [size for size in range(tensor, 0, -1) if _servers_fit(size * rest, per_node)]
+    return (
+        f"{key}={fitting[0]}"
+        if fitting
+        else f"lower its data_parallel_size x pipeline_model_parallel_size (now {rest})"
+    )
 
 
 def check_cluster(placement: Placement, facts: JobFacts, nodes: Sequence[NodeResources]) -> int:
@@ -150,29 +198,53 @@ def check_cluster(placement: Placement, facts: JobFacts, nodes: Sequence[NodeRes
     per_node = placement.topology.devices_per_node
     hosts = sorted((n for n in nodes if n.num_devices >= per_node), key=lambda n: -n.num_cpus)
     hosts = hosts[: placement.topology.num_nodes]
-    needed = per_node * placement.colocate_count
+    wanted = placement.colocate_count
+    queue = min(facts.transfer_queue_units, TRANSFER_QUEUE_MIN)
+    enough = [
+        count
+        for count in range(wanted, placement.most_processes - 1, -1)
+        if all(node.num_cpus >= per_node * count for node in hosts)
+        and sum(n.num_cpus for n in nodes) >= _bundle_cpus(placement, count) + queue
+    ]
+    fewer = f", or fewer workers per device: sharding.placement.max_colocate_count={enough[0]}" if enough else ""
+    needed = per_node * wanted
     for node in hosts:
         if node.num_cpus < needed:
-            fits = max(1, int(node.num_cpus // per_node))
             raise _error(
                 f"CPUs of node {node.name}",
-                f"{per_node} devices x {placement.colocate_count} worker processes = {needed} CPUs",
+                f"{per_node} devices x {wanted} worker processes = {needed} CPUs",
                 f"{node.num_cpus:g} CPUs free; verl would wait for ever in pg.ready()",
-                f"ray_kwargs.ray_init.num_cpus={max(needed, needed + TRANSFER_QUEUE_MIN)} (at least {needed}), or fewer "
-                f"workers per device: sharding.placement.max_colocate_count={fits}",
+                f"ray_kwargs.ray_init.num_cpus={needed + queue} (at least {needed}){fewer}",
             )
-    spare = sum(n.num_cpus for n in nodes) - needed * placement.topology.num_nodes
-    if spare >= min(facts.transfer_queue_units, TRANSFER_QUEUE_MIN):
-        return placement.colocate_count
-    return max(1, placement.colocate_count - 1)
+    if not enough:
+        total = _bundle_cpus(placement, placement.most_processes) + queue
+        raise _error(
+            "CPUs of the cluster",
+            f"{total} CPUs: {placement.most_processes} for each device's worker processes and {queue} for TransferQueue",
+            f"{sum(n.num_cpus for n in nodes):g} CPUs free; verl would wait for ever",
+            f"ray_kwargs.ray_init.num_cpus={total}, or fewer devices",
+        )
+    return enough[0]
+
+
+def _bundle_cpus(placement: Placement, count: int) -> int:
+    """CPUs that all bundles of the job hold, those of pools that verl reserves by itself included.
+
+    Args:
+        placement: The placement.
+        count: CPUs of each bundle.
+    """
+    own = sum(
+        devices * (_STANDALONE_CPUS if role == "rollout" else count) for role, devices in placement.reserved.items()
+    )
+    return placement.topology.num_devices * count + own
 
 
 def storage_units_that_fit(
     placement: Placement, facts: JobFacts, nodes: Sequence[NodeResources], bundle_cpus: int
 ) -> int:
     """TransferQueue storage units for which CPUs are left beside the bundles, at least one, at most what was asked."""
-    total = sum(n.num_cpus for n in nodes)
-    spare = int(total) - placement.topology.num_devices * bundle_cpus - 1
+    spare = int(sum(n.num_cpus for n in nodes)) - _bundle_cpus(placement, bundle_cpus) - 1
     return max(1, min(facts.transfer_queue_units - 1, spare))
 
 
@@ -201,11 +273,11 @@ def _check_devices(placement: Placement, nodes: Sequence[NodeResources]) -> None
 
 
 def _proposal(sizes: Sequence[int], wanted: int) -> str:
-    """The largest even layouts that the nodes allow, as overrides."""
-    sizes = sorted((s for s in sizes if s > 0), reverse=True)
+    """The largest even layouts that the nodes allow, none larger than what was asked for, as overrides."""
+    sizes = sorted((size for size in sizes if size > 0), reverse=True)
     if not sizes:
         return "start Ray where the GPUs are, or set trainer.device=cpu for logical devices"
-    layouts = {(count, sizes[count - 1]) for count in range(1, len(sizes) + 1)}
+    layouts = {(count, min(sizes[count - 1], wanted // count)) for count in range(1, min(len(sizes), wanted) + 1)}
     best = sorted(layouts, key=lambda layout: (-(layout[0] * layout[1]), layout[0]))[:2]
     return " or ".join(f"trainer.nnodes={n} trainer.n_gpus_per_node={d} ({n * d} devices)" for n, d in best)
 

@@ -15,6 +15,8 @@ from verl_ext_sharding.errors import PlacementError
 
 WORDS = ("all", "first_half", "second_half")
 
+_OPTIONAL = "?"
+
 _RANGE = re.compile(r"(\d+)\s*-\s*(\d+)")
 _NUMBER = re.compile(r"(?:(?:cuda|gpu|npu)\s*:\s*)?(\d+)", re.IGNORECASE)
 _NODE = re.compile(r"node(\d+)")
@@ -33,6 +35,11 @@ class Topology:
     num_nodes: int
     devices_per_node: int
     node_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key, number in (("trainer.nnodes", self.num_nodes), ("trainer.n_gpus_per_node", self.devices_per_node)):
+            if number < 1:
+                raise _error(key, "1 or more", str(number), f"{key}=1")
 
     @property
     def num_devices(self) -> int:
@@ -65,12 +72,28 @@ def parse_devices(spec: Any, topology: Topology, *, key: str) -> tuple[int, ...]
     numbers = _from_map(spec, topology, key) if isinstance(spec, Mapping) else _flatten(spec, topology.num_devices, key)
     if not numbers:
         raise _error(key, "at least one device", "an empty list", f"{key}=[0], or {key}=null for verl's own choice")
-    _check_known(numbers, topology, key)
+    _check_known(numbers, topology, key, spec)
     repeated = sorted({n for n in numbers if numbers.count(n) > 1})
     if repeated:
         unique = format_devices(sorted(set(numbers)))
         raise _error(key, "each device once", f"device {_join(repeated)} more than once in {spec}", f"{key}={unique}")
     return tuple(sorted(numbers))
+
+
+def split_optional(spec: Any) -> tuple[Any, bool]:
+    """Takes the mark of an optional list away: `second_half?` counts only in a job that has the role.
+
+    Group files that set all roles at once use it; a list without the mark, for a role that the job has not, is an error.
+
+    Args:
+        spec: A device list as written.
+
+    Returns:
+        The list without its mark, and whether it had one.
+    """
+    if isinstance(spec, str) and spec.rstrip().endswith(_OPTIONAL):
+        return spec.rstrip().removesuffix(_OPTIONAL), True
+    return spec, False
 
 
 def format_devices(devices: Sequence[int]) -> str:
@@ -102,7 +125,7 @@ def _from_text(text: str, num_devices: int, key: str) -> list[int]:
         first, last = int(match[1]), int(match[2])
         if last < first:
             raise _error(key, "a range that ascends", text, f'{key}="{last}-{first}"')
-        return list(range(first, last + 1))
+        return list(range(first, min(last, max(first, num_devices)) + 1))  # one unknown device is enough to refuse it
     if match := _NUMBER.fullmatch(text):
         return [int(match[1])]
     raise _unreadable(text, key)
@@ -139,7 +162,7 @@ def _node_index(name: str, topology: Topology, key: str) -> int:
     )
 
 
-def _check_known(numbers: Sequence[int], topology: Topology, key: str) -> None:
+def _check_known(numbers: Sequence[int], topology: Topology, key: str, spec: Any) -> None:
     unknown = sorted({n for n in numbers if not 0 <= n < topology.num_devices})
     if not unknown:
         return
@@ -147,7 +170,7 @@ def _check_known(numbers: Sequence[int], topology: Topology, key: str) -> None:
         key,
         f"devices 0 to {topology.num_devices - 1} (trainer.nnodes={topology.num_nodes} x "
         f"trainer.n_gpus_per_node={topology.devices_per_node})",
-        f"device {_join(unknown)}",
+        f"device {_join(unknown)} in {spec}",
         f"name devices that exist, or raise trainer.n_gpus_per_node (now {topology.devices_per_node})",
     )
 

@@ -12,6 +12,21 @@ SERVED_ROLES = ("reward", "teacher")
 
 
 @dataclass(kw_only=True, frozen=True)
+class MicroBatch:
+    """A fixed micro-batch of one computation.
+
+    Args:
+        key: verl's key.
+        samples: Samples of one rank that go through at once.
+        of_step: Whether it divides a whole step's samples (log-probs), else a mini-batch's (training).
+    """
+
+    key: str
+    samples: int
+    of_step: bool
+
+
+@dataclass(kw_only=True, frozen=True)
 class EngineFacts:
     """How one role is trained or evaluated.
 
@@ -19,12 +34,14 @@ class EngineFacts:
         strategy: verl's engine name, such as "fsdp2" or "megatron".
         model_parallel_size: Ranks that hold one copy of the sample (tensor x pipeline x context, or Ulysses), 1 or more.
         mini_batch_size: Prompts of one optimizer step, None for a role that doesn't train.
+        micro_batches: Fixed micro-batches; none with token budgets (`use_dynamic_bsz`).
         worker_class: Name of verl's worker class.
     """
 
     strategy: str
     model_parallel_size: int = 1
     mini_batch_size: int | None = None
+    micro_batches: tuple[MicroBatch, ...] = ()
     worker_class: str = "TrainingWorker"
 
 
@@ -36,11 +53,13 @@ class ServerFacts:
         name: Backend, such as "vllm" or "hf".
         ranks_per_replica: Devices of one server (tensor x data x pipeline).
         own_devices: Devices of a pool that verl reserves outside the trainer's (0: none).
+        tensor_parallel_size: Its tensor-parallel part, None when that is all of it.
     """
 
     name: str
     ranks_per_replica: int = 1
     own_devices: int = 0
+    tensor_parallel_size: int | None = None
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import ray
@@ -16,10 +15,8 @@ from verl.workers.rollout.base import BaseRollout
 
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.rollout.checks import check_rollout
+from verl_ext_sharding.rollout.endpoint import RayEndpoint
 from verl_ext_sharding.rollout.transport import send_weights
-from verl_ext_sharding.rollout.weights import Piece
-
-logger = logging.getLogger(__name__)
 
 SERVER_NAME = "hf_server_{rank}_0"
 """Ray name of a policy replica's server, after verl's `<backend>_server_<replica>_<node>`."""
@@ -107,37 +104,6 @@ class ServerAdapter(BaseRollout):
         if self._server is None:
             self._server = ray.get_actor(SERVER_NAME.format(rank=self.replica_rank))
         return self._server
-
-
-class RayEndpoint:
-    """`transport.Endpoint` over a Ray actor: host buckets travel through the object store, and are not copied there
-    again on the server's side.
-
-    Args:
-        server: Handle of an `HFServer` actor.
-        global_steps: Version of the weights, set when the update is complete.
-    """
-
-    def __init__(self, server: ray.actor.ActorHandle, global_steps: int | None = None) -> None:
-        self._server = server
-        self._global_steps = global_steps
-
-    def begin(self, handle: Any | None, proof: bytes) -> Awaitable[bool]:
-        """See `transport.Endpoint`."""
-        return self._server.begin_weights_update.remote(handle, proof)
-
-    def load(self, pieces: list[Piece], host_bucket: torch.Tensor | None) -> Awaitable[None]:
-        """See `transport.Endpoint`; the put copies the bucket before this returns."""
-        bucket = None if host_bucket is None else ray.put(host_bucket.numpy())
-        return self._server.load_weights_bucket.remote(pieces, bucket)
-
-    def finish(self) -> Awaitable[None]:
-        """See `transport.Endpoint`."""
-        return self._server.finish_weights_update.remote(self._global_steps)
-
-    def cancel(self) -> Awaitable[None]:
-        """See `transport.Endpoint`."""
-        return self._server.cancel_weights_update.remote()
 
 
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"

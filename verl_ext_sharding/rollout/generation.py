@@ -67,6 +67,7 @@ class GenerationEngine:
         self._calls: deque[_Call] = deque()
         self._abort_ids: set[str] = set()
         self._abort_all = False
+        self._static_aborted: list[str] = []
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="hf-generation", daemon=True)
         self._thread.start()
@@ -115,12 +116,7 @@ class GenerationEngine:
                 self._abort_all = True
             else:
                 self._abort_ids.update(request_ids)
-            named = [
-                row.request_id for row in self._unfinished() if request_ids is None or row.request_id in self._abort_ids
-            ]
-        future: Future[list[str]] = Future()
-        self.call(self._abort_now).add_done_callback(lambda _: future.set_result(named))
-        return future
+        return self.call(self._abort_now)
 
     def drop_cache(self) -> None:
         """Frees the key-value buffers unless rows are running. To be used through `call`."""
@@ -134,6 +130,7 @@ class GenerationEngine:
             self._condition.notify()
         self._thread.join()
 
+    @torch.no_grad()
     def _run(self) -> None:
         while True:
             with self._condition:
@@ -146,8 +143,7 @@ class GenerationEngine:
             for call in calls:
                 call.run()
             try:
-                with torch.inference_mode():
-                    self._advance()
+                self._advance()
             except BaseException as error:
                 logger.exception("generation failed; the requests that it held get the error")
                 traceback.clear_frames(error.__traceback__)  # their locals hold the tensors of the failed step
@@ -182,8 +178,14 @@ class GenerationEngine:
             for row in rows:
                 self._waiting.remove(row)
             self._static_rows = rows
-        self._static.run(rows, aborted=self._is_aborted, done=lambda row: self._resolve([row]))
+            self._static_aborted = []
+        self._static.run(rows, aborted=self._is_aborted, done=self._static_done)
         self._static_rows = []
+
+    def _static_done(self, row: Row) -> None:
+        if row.stop_reason == ABORTED:
+            self._static_aborted.append(row.request_id)
+        self._resolve([row])
 
     def _same_length(self) -> list[Row]:
         length = len(self._waiting[0].prompt_ids)
@@ -205,8 +207,8 @@ class GenerationEngine:
     def _is_aborted(self, row: Row) -> bool:
         return self._abort_all or row.request_id in self._abort_ids or row.future.cancelled()
 
-    def _abort_now(self) -> None:
-        """Ends what `abort` named. A static batch has ended its own rows by the time that this runs."""
+    def _abort_now(self) -> list[str]:
+        """Ends what `abort` named, and returns it. A static batch has ended its own rows by the time that this runs."""
         with self._condition:
             waiting = [row for row in self._waiting if self._is_aborted(row)]
             for row in waiting:
@@ -214,9 +216,11 @@ class GenerationEngine:
             running = self._merging.remove([row for row in self._merging.rows if self._is_aborted(row)])
             self._abort_all = False
             self._abort_ids.clear()
+            ended, self._static_aborted = self._static_aborted, []
         for row in (*running, *waiting):
             row.stop_reason = ABORTED
         self._resolve((*running, *waiting))
+        return [*ended, *(row.request_id for row in (*running, *waiting))]
 
     def _forget_cancelled(self) -> None:
         """Drops rows whose caller has gone."""

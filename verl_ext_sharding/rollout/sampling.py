@@ -119,7 +119,7 @@ def _inverse_cdf(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     total = cumulated[:, -1:].contiguous()
     token = torch.searchsorted(cumulated, uniform * total, right=True)
     last = torch.searchsorted(cumulated, total)  # the last id with any probability, should the product round up
-    return torch.minimum(token, last)
+    return torch.minimum(token, last).clamp_(max=scores.shape[-1] - 1)  # NaN finds no id: the caller reports it
 
 
 def _warped(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:

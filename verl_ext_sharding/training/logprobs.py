@@ -213,13 +213,17 @@ def _inverse_temperature(temperature: float | torch.Tensor, labels: torch.Tensor
     return torch.full((labels.numel(), 1), 1.0 / temperature, dtype=torch.float32, device=labels.device)
 
 
-def _spans(total: int, size: int) -> Iterator[slice]:
+def _columns(total: int, size: int) -> Iterator[slice]:
+    """Slices of `size`, the last one shorter."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 
 
-def _rows(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    return None if tensor is None else tensor[rows]
+def _row_spans(total: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size`, as even as can be: a last row alone would be compiled for itself."""
+    count = -(-total // size)
+    for index in range(count):
+        yield slice(index * total // count, (index + 1) * total // count)
 
 
 class _LogitsStatistics(torch.autograd.Function):
@@ -238,11 +242,16 @@ class _LogitsStatistics(torch.autograd.Function):
         arithmetic = tiles.arithmetic(logits.device, compiled)
         size = max(1, arithmetic.num_elements // logits.shape[-1])
         state = tiles.Running.start(logits.shape[0], logits.device)
-        for rows in _spans(logits.shape[0], size):
-            part = arithmetic.advance(
-                state.rows(rows), logits[rows], places[rows], _rows(scale, rows), None, with_entropy
+        for rows in _row_spans(logits.shape[0], size):
+            seen = arithmetic.advance(
+                state.rows(rows),
+                tiles.part(logits, rows),
+                tiles.part(places, rows),
+                tiles.part(scale, rows),
+                None,
+                with_entropy,
             )
-            state.write(rows, part)
+            state.write(rows, seen)
         log_probs, lse, entropy = state.finish(places, with_entropy)
         ctx.save_for_backward(logits, places, scale, lse, entropy)
         ctx.options = (inplace, compiled)
@@ -259,9 +268,14 @@ class _LogitsStatistics(torch.autograd.Function):
         grads = tiles.OutputGrads.of(grad_log_probs, grad_entropy, places, entropy)
         size = max(1, arithmetic.num_elements // logits.shape[-1])
         grad = logits if inplace else torch.empty_like(logits)
-        for rows in _spans(logits.shape[0], size):
+        for rows in _row_spans(logits.shape[0], size):
             grad[rows] = arithmetic.gradient(
-                logits[rows], places[rows], _rows(scale, rows), None, lse[rows], grads.rows(rows)
+                tiles.part(logits, rows),
+                tiles.part(places, rows),
+                tiles.part(scale, rows),
+                None,
+                tiles.part(lse, rows),
+                grads.rows(rows),
             )
         return grad.detach(), None, None, None, None, None
 
@@ -286,15 +300,20 @@ class _LinearStatistics(torch.autograd.Function):
         arithmetic = tiles.arithmetic(hidden.device, compiled)
         state = tiles.Running.start(hidden.shape[0], hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _spans(hidden.shape[0], chunk_tokens):
-                part = state.rows(rows)
+            for rows in _row_spans(hidden.shape[0], chunk_tokens):
+                seen = state.rows(rows)
                 rows_hidden = hidden[rows].to(dtype)
-                for columns in _spans(weight.shape[0], arithmetic.width(rows_hidden.shape[0])):
+                for columns in _columns(weight.shape[0], arithmetic.width(rows_hidden.shape[0])):
                     tile = rows_hidden @ weight[columns].to(dtype).t()
-                    part = arithmetic.advance(
-                        part, tile, places[rows] - columns.start, _rows(scale, rows), _rows(bias, columns), with_entropy
+                    seen = arithmetic.advance(
+                        seen,
+                        tile,
+                        places[rows] - columns.start,
+                        tiles.part(scale, rows),
+                        tiles.part(bias, columns),
+                        with_entropy,
                     )
-                state.write(rows, part)
+                state.write(rows, seen)
         log_probs, lse, entropy = state.finish(places, with_entropy)
         ctx.save_for_backward(hidden, weight, bias, places, scale, lse, entropy if entropy_grad else None)
         ctx.options = (dtype, chunk_tokens, compiled)
@@ -313,17 +332,17 @@ class _LinearStatistics(torch.autograd.Function):
         grads = tiles.OutputGrads.of(grad_log_probs, grad_entropy, places, entropy)
         total = tiles.LinearGrads.start(hidden, weight, bias, ctx.needs_input_grad)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _spans(hidden.shape[0], chunk_tokens):
-                rows_hidden, rows_grads, rows_lse = hidden[rows].to(dtype), grads.rows(rows), lse[rows]
+            for rows in _row_spans(hidden.shape[0], chunk_tokens):
+                rows_hidden, rows_grads, rows_lse = hidden[rows].to(dtype), grads.rows(rows), tiles.part(lse, rows)
                 row_sum = total.start_rows(rows_hidden)
-                for columns in _spans(weight.shape[0], arithmetic.width(rows_hidden.shape[0])):
+                for columns in _columns(weight.shape[0], arithmetic.width(rows_hidden.shape[0])):
                     columns_weight = weight[columns].to(dtype)
                     tile = rows_hidden @ columns_weight.t()
                     tile = arithmetic.gradient(
                         tile,
                         places[rows] - columns.start,
-                        _rows(scale, rows),
-                        _rows(bias, columns),
+                        tiles.part(scale, rows),
+                        tiles.part(bias, columns),
                         rows_lse,
                         rows_grads,
                     )

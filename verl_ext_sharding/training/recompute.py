@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -262,19 +263,22 @@ def kept_bytes(variant: Variant, forward: Forward, args: tuple[Any, ...], kwargs
     kwargs = {name: probe if value is hidden else value for name, value in kwargs.items()}
     devices = [] if device.type == "cpu" else [device.index or 0]
     device_type = "cuda" if device.type == "cpu" else device.type
-    with torch.random.fork_rng(devices=devices, device_type=device_type), torch.enable_grad():
-        if variant.compiled:
-            shared = [value for value in tree_leaves((args, kwargs)) if value is not probe]
-            owner = getattr(forward, "__self__", None)
-            weights = module_tensors(owner) if isinstance(owner, nn.Module) else ()
-            with SavedTensors(exclude=[*weights, *shared]) as saved:
-                output = variant(forward, args, kwargs)
-            num_bytes = saved.live_bytes().get(device.type, 0)
-        else:
-            with LiveStorages() as made:
-                output = variant(forward, args, kwargs)
-            num_bytes = made.live_bytes().get(device.type, 0)
-        del output
+    shared = [value for value in tree_leaves((args, kwargs)) if value is not probe]
+    owner = getattr(forward, "__self__", None)
+    weights = module_tensors(owner) if isinstance(owner, nn.Module) else ()
+    # a dispatch mode keeps layers from being compiled; and the innermost saved-tensor hooks win: an offload around this
+    # would move the probe's tensors
+    made = nullcontext() if variant.compiled else LiveStorages()
+    with (
+        torch.random.fork_rng(devices=devices, device_type=device_type),
+        torch.enable_grad(),
+        SavedTensors(exclude=[*weights, *shared]) as saved,
+        made,
+    ):
+        output = variant(forward, args, kwargs)
+    counted = made if isinstance(made, LiveStorages) else saved
+    num_bytes = counted.live_bytes().get(device.type, 0)
+    del output
     return num_bytes
 
 

@@ -92,7 +92,7 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_plain(tensor) and tensor.untyped_storage()._cdata not in self._excluded:
             self._storages.add(tensor)
-        return tensor
+        return tensor.detach()  # the tensor itself may own the node that saves it: a cycle that is never freed
 
     @staticmethod
     def _unpack(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,11 @@ _WIDTH_MULTIPLE = 128
 _LOWEST = torch.finfo(torch.float32).min
 
 
+def part(tensor: torch.Tensor | None, span: slice) -> torch.Tensor | None:
+    """A slice that the compiler takes for a tensor of its own: guards on views and their bases would compile once more for each."""
+    return None if tensor is None else tensor[span].detach()
+
+
 class Running(NamedTuple):
     """What is known of each token's distribution after some of its vocabulary, `(tokens,)` float32 each.
 
@@ -41,12 +46,12 @@ class Running(NamedTuple):
     @classmethod
     def start(cls, num_tokens: int, device: torch.device) -> Running:
         """Nothing seen yet. The peak is the lowest finite number: from minus infinity `peak - peak` would be no number."""
-        zeros = torch.zeros(3, num_tokens, dtype=torch.float32, device=device)
-        return cls(torch.full_like(zeros[0], _LOWEST), zeros[0], zeros[1], zeros[2])
+        total, weighted, picked = (torch.zeros(num_tokens, dtype=torch.float32, device=device) for _ in range(3))
+        return cls(torch.full_like(total, _LOWEST), total, weighted, picked)
 
     def rows(self, rows: slice) -> Running:
         """The state of some tokens."""
-        return Running(*(tensor[rows] for tensor in self))
+        return Running(*(tensor[rows].detach() for tensor in self))
 
     def write(self, rows: slice, part: Running) -> None:
         """Stores the state of some tokens."""
@@ -87,7 +92,7 @@ class OutputGrads(NamedTuple):
 
     def rows(self, rows: slice) -> OutputGrads:
         """Those of some tokens."""
-        return OutputGrads(*(None if tensor is None else tensor[rows] for tensor in self))
+        return OutputGrads(*(part(tensor, rows) for tensor in self))
 
 
 @dataclass(kw_only=True)
@@ -231,8 +236,9 @@ class Arithmetic:
     num_elements: int
 
     def width(self, num_tokens: int) -> int:
-        """Vocabulary entries of a tile that is `num_tokens` high."""
-        return max(_WIDTH_MULTIPLE, self.num_elements // num_tokens // _WIDTH_MULTIPLE * _WIDTH_MULTIPLE)
+        """Vocabulary entries of a tile that is `num_tokens` high. Never square: the compiler would take both sizes for one."""
+        width = max(_WIDTH_MULTIPLE, self.num_elements // num_tokens // _WIDTH_MULTIPLE * _WIDTH_MULTIPLE)
+        return width + _WIDTH_MULTIPLE if width == num_tokens else width
 
 
 _EAGER = Arithmetic(advance=advance, gradient=gradient, num_elements=_EAGER_ELEMENTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -32,6 +33,8 @@ def place_roles(trainer: Any, spec: RunSpec) -> None:
     events.emit("stage", name="devices")
     trainer.on_init_end = types.MethodType(_on_init_end, trainer)
     if not spec.placement.managed:
+        stock = trainer.resource_pool_manager
+        stock.create_resource_pool = functools.partial(_create_then_use_our_workers, trainer, stock)
         return
     if "ref" in spec.placement.roles and spec.placement.pool_of("ref") != spec.placement.pool_of("actor"):
         _separate_reference(trainer)
@@ -67,6 +70,12 @@ def _keep_own_pools(manager: BundlePoolManager, stock: Any) -> None:
     """Pools of roles that we don't place (a reward model's or teacher's own) stay verl's."""
     for name in set(manager.mapping.values()) - {pool.name for pool in manager.spec.placement.pools}:
         manager.add_stock_pool(name, stock.resource_pool_spec[name])
+
+
+def _create_then_use_our_workers(trainer: Any, stock: Any) -> None:
+    """verl's own pools, our workers."""
+    type(stock).create_resource_pool(stock)
+    _use_our_workers(trainer)
 
 
 def _use_our_workers(trainer: Any) -> None:

@@ -5,6 +5,7 @@ import torch
 from tiny_models import (
     MAX_LEN,
     VOCAB,
+    Held,
     engine,
     generate,
     greedy_reference,
@@ -106,9 +107,7 @@ def test_repeats_of_a_prompt_are_prefilled_once_and_sampled_apart(serve):
 def test_full_determinism_computes_each_request_alone(serve):
     model = qwen2()
     batches = set()
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: batches.add(kwargs["input_ids"].shape[0]), with_kwargs=True
-    )
+    model.register_forward_pre_hook(lambda _, args, kwargs: batches.add(kwargs["input_ids"].shape[0]), with_kwargs=True)
     rows = [row(prompt(length, index), seed=index) for index, length in enumerate(LENGTHS)]
     together = generate(serve(model, full_determinism=True), rows)
     again = generate(
@@ -128,9 +127,7 @@ def test_more_requests_than_places_all_get_their_answer(serve):
 def test_rows_beyond_the_memory_budget_wait_and_one_always_runs(serve):
     model = qwen2()
     batches = set()
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: batches.add(kwargs["input_ids"].shape[0]), with_kwargs=True
-    )
+    model.register_forward_pre_hook(lambda _, args, kwargs: batches.add(kwargs["input_ids"].shape[0]), with_kwargs=True)
     generate(serve(model, kv_cache_bytes=lambda: 0), [row(prompt(5, index), seed=index) for index in range(4)])
     assert batches == {1}
 
@@ -143,51 +140,56 @@ def test_a_stop_token_ends_the_response_and_is_its_last_token(model, serve):
     assert done.stop_reason == "completed"
 
 
-def _started(target, rows):
-    """Submits rows and returns their futures once each has tokens."""
-    futures = [target.submit(item) for item in rows]
-    while not all(item.token_ids for item in rows):
-        target.call(lambda: None).result(timeout=30) if target.merges else None
-    return futures
-
-
 def test_abort_ends_what_runs_with_its_tokens_and_what_waits_with_none(model, serve):
+    held = Held(model, forward=6)
     target = serve(model, max_num_seqs=2)
-    rows = [row(prompt(4, index), name=str(index), seed=index, max_tokens=MAX_LEN - 4) for index in range(2)]
-    futures = _started(target, rows)
-    futures.append(target.submit(row(prompt(4), name="waits", seed=9)))
-    assert set(target.abort().result(timeout=30)) == {"0", "1", "waits"}
+    rows = [row(prompt(4, index), name=str(index), seed=index, max_tokens=50) for index in range(3)]
+    futures = [target.submit(item) for item in rows]
+    held.wait()
+    aborted = target.abort()
+    held.release()
+    assert set(aborted.result(timeout=30)) == {"0", "1", "2"}
     done = [future.result(timeout=30) for future in futures]
     assert [item.stop_reason for item in done] == ["aborted"] * 3
-    assert [bool(item.token_ids) for item in done] == [True, True, False]
-    assert all(len(item.log_probs) == len(item.token_ids) < MAX_LEN - 4 for item in done)
+    assert all(0 < len(item.token_ids) == len(item.log_probs) < 50 for item in done[:2])
+    assert done[2].token_ids == []
 
 
 def test_a_resumed_request_continues_as_if_never_aborted(serve):
+    whole = generate(serve(qwen2()), [row(prompt(6), temperature=0.0, max_tokens=40)])[0].token_ids
     model = qwen2()
-    whole = generate(serve(model), [row(prompt(6), temperature=0.0, max_tokens=40)])[0].token_ids
+    held = Held(model, forward=15)
     target = serve(model)
-    first = row(prompt(6), temperature=0.0, max_tokens=40)
-    future = _started(target, [first])[0]
-    target.abort().result(timeout=30)
+    future = target.submit(row(prompt(6), temperature=0.0, max_tokens=40))
+    held.wait()
+    target.abort()
+    held.release()
     part = future.result(timeout=30).token_ids
     rest = row((*prompt(6), *part), temperature=0.0, max_tokens=40 - len(part))
     assert part + generate(target, [rest])[0].token_ids == whole
 
 
 def test_aborting_one_request_leaves_the_others(serve):
-    target = serve(qwen2())
-    rows = [row(prompt(4, index), name=str(index), seed=index, max_tokens=60) for index in range(3)]
-    futures = _started(target, rows)
-    assert target.abort(["1"]).result(timeout=30) == ["1"]
+    model = qwen2()
+    held = Held(model, forward=6)
+    target = serve(model)
+    futures = [target.submit(row(prompt(4, index), name=str(index), seed=index, max_tokens=50)) for index in range(3)]
+    held.wait()
+    aborted = target.abort(["1"])
+    held.release()
+    assert aborted.result(timeout=30) == ["1"]
     assert [future.result(timeout=60).stop_reason for future in futures] == ["completed", "aborted", "completed"]
 
 
 def test_a_request_whose_caller_left_frees_its_place(serve):
-    target = serve(qwen2(), max_num_seqs=1)
+    model = qwen2()
+    held = Held(model, forward=4)
+    target = serve(model, max_num_seqs=1)
     gone = row(prompt(4), max_tokens=MAX_LEN - 4)
-    future = _started(target, [gone])[0]
+    future = target.submit(gone)
+    held.wait()
     assert future.cancel()
+    held.release()
     assert len(generate(target, [row(prompt(3), seed=1)])[0].token_ids) == 12
     assert len(gone.token_ids) < MAX_LEN - 4
 

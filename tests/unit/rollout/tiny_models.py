@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MambaConfig
-from transformers import MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import MambaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl_ext_sharding.rollout.batches import BatchLimits, Row, SamplingRules
 from verl_ext_sharding.rollout.generation import GenerationEngine
@@ -33,6 +37,13 @@ def sliding(*, window: int, seed: int = 0) -> torch.nn.Module:
     return _made(Gemma3ForCausalLM, config, seed)
 
 
+def moe(*, seed: int = 0) -> torch.nn.Module:
+    config = Qwen3MoeConfig(
+        **_SIZES, **_HEADS, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    return _made(Qwen3MoeForCausalLM, config, seed)
+
+
 def mamba(*, seed: int = 0) -> torch.nn.Module:
     config = MambaConfig(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, time_step_rank=4)
     return _made(MambaForCausalLM, config, seed)
@@ -44,13 +55,23 @@ def _made(cls: Any, config: Any, seed: int) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(3.0)  # random models are near uniform: sharper logits make a wrong cache visible
+                parameter.mul_(2.0)  # random models are near uniform: sharper logits make a wrong cache visible
     return host(model, torch.device("cpu")).model
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     generator = random.Random(f"{length}-{seed}")
     return tuple(generator.randrange(VOCAB) for _ in range(length))
+
+
+def save(model: torch.nn.Module, folder: Any, *, known_ids: int = VOCAB, eos: int = 2) -> str:
+    """Writes a checkpoint with a tokenizer that knows the first ids."""
+    model.save_pretrained(folder)
+    words = {f"w{index}": index for index in range(known_ids)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    special = {"eos_token": f"w{eos}", "unk_token": "w0", "pad_token": "w0", "bos_token": "w1"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return str(folder)
 
 
 def row(prompt_ids: tuple[int, ...], *, name: str = "r", seed: int = 0, **params: Any) -> Row:
@@ -86,3 +107,24 @@ def recomputed_log_probs(model: torch.nn.Module, done: Row, temperature: float =
         logits = model(input_ids=ids, use_cache=False).logits[0, len(done.prompt_ids) - 1 : -1].float() / temperature
     tokens = torch.tensor(done.token_ids)
     return logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+class Held:
+    """Holds a model's n-th forward until `release`, so that a test acts while requests run."""
+
+    def __init__(self, model: torch.nn.Module, *, forward: int) -> None:
+        self._left = forward
+        self._reached, self._released = threading.Event(), threading.Event()
+        model.register_forward_pre_hook(self)
+
+    def __call__(self, *_: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._reached.set()
+            assert self._released.wait(30)
+
+    def wait(self) -> None:
+        assert self._reached.wait(30)
+
+    def release(self) -> None:
+        self._released.set()

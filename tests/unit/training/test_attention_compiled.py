@@ -1,0 +1,64 @@
+"""`varlen` inside compiled layers: one graph for each layer, and none anew for batches of other lengths."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from attention_cases import packed_inputs, reference_kernel, sequences, tiny_model
+from torch._dynamo.testing import CompileCounter
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from verl_ext_sharding.training import packing, varlen
+
+
+@torch.library.custom_op("verl_ext_sharding_tests::attention", mutates_args=())
+def opaque_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_length: int,
+    scale: float,
+    left: int,
+) -> torch.Tensor:
+    """The stand-in behind an operator, which is how torch's own kernel shows itself to the compiler."""
+    lengths = (cu_seqlens, cu_seqlens, max_length, max_length)
+    return reference_kernel(query, key, value, *lengths, scale=scale, window_size=(left, 0), enable_gqa=True)
+
+
+@opaque_attention.register_fake
+def _(query, key, value, cu_seqlens, max_length, scale, left):
+    return torch.empty_like(query)
+
+
+def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    return opaque_attention(query, key, value, cu_seq_q, max_q, scale, window_size[0])
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    stand_in = varlen.VarlenKernel.of(kernel, dtypes=frozenset({torch.float32}), device_type="cpu")
+    AttentionInterface.register("varlen_opaque", partial(varlen.varlen_attention, kernel=stand_in))
+    AttentionMaskInterface.register("varlen_opaque", packing.packed_mask)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop("varlen_opaque")
+
+
+@pytest.mark.parametrize(("name", "kinds_of_layer"), [("qwen2", 1), ("qwen2-sliding", 2), ("gpt-neox", 1)])
+def test_layers_compile_whole_and_not_anew_for_other_lengths(name, kinds_of_layer):
+    model, reference, graphs = tiny_model(name, "varlen_opaque"), tiny_model(name, "eager"), CompileCounter()
+    for layer in model.base_model.layers:
+        layer.forward = torch.compile(layer.forward, fullgraph=True, backend=graphs)
+    with torch.no_grad():
+        for lengths in ((7, 1, 150, 12), (9, 30), (100, 2, 3, 4, 5, 6), (50,)):
+            samples = sequences(lengths)
+            expected = reference(**packed_inputs(samples)).logits
+            torch.testing.assert_close(model(**packed_inputs(samples)).logits, expected, rtol=1e-5, atol=1e-5)
+    # For the first batch, then once more with symbols for its sizes.
+    assert graphs.frame_count == 2 * kinds_of_layer
