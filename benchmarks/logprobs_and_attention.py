@@ -14,15 +14,20 @@ import argparse
 import gc
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 import transformers
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training import attention, logprobs
 from verl_ext_sharding.training.attention import AttentionChoice
 
@@ -67,32 +72,46 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(what: str, step: Callable[[], None], device: torch.device, repeats: int, note: str = "") -> Row:
-    """Runs a step once cold and a few times warm."""
+def measure(
+    what: str,
+    step: Callable[[], None],
+    leaves: Sequence[torch.Tensor],
+    device: torch.device,
+    repeats: int,
+    note: str = "",
+) -> Row:
+    """Runs a step once cold and a few times warm, each time without gradients in `leaves`."""
+
+    def seconds() -> float:
+        for leaf in leaves:
+            leaf.grad = None
+        synchronize(device)
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        return time.perf_counter() - start
+
     gc.collect()
-    start = time.perf_counter()
     try:
-        step()
-        synchronize(device)
-        first_s = time.perf_counter() - start
-        peak_gib = None
-        if device.type == "cuda":
-            gc.collect()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        step()
-        synchronize(device)
-        if device.type == "cuda":
-            peak_gib = (torch.cuda.max_memory_allocated() - before) / GIB
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            step()
-            synchronize(device)
-            times.append((time.perf_counter() - start) * 1e3)
+        first_s = seconds()
+        peak_gib = added_peak_gib(seconds, leaves) if device.type == "cuda" else None
+        warm_s = [seconds() for _ in range(repeats)]
+    except ConfigError as refusal:
+        return Row(what=what, note=f"refused: {refusal.found}")
     except Exception as failure:
         return Row(what=what, note=f"{type(failure).__name__}: {str(failure).splitlines()[0][:90]}")
-    return Row(what=what, first_s=first_s, ms=statistics.median(times), peak_gib=peak_gib, note=note)
+    return Row(what=what, first_s=first_s, ms=statistics.median(warm_s) * 1e3, peak_gib=peak_gib, note=note)
+
+
+def added_peak_gib(run: Callable[[], float], leaves: Sequence[torch.Tensor]) -> float:
+    """What a run adds to the memory allocated before it, the gradients that it leaves behind included."""
+    for leaf in leaves:
+        leaf.grad = None
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / GIB
 
 
 def verl_row_loop() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -126,11 +145,7 @@ def logprob_rows(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iter
         )
 
     def timed(log_probs_of: Callable[[], torch.Tensor]) -> Callable[[], None]:
-        def run() -> None:
-            hidden.grad = weight.grad = None
-            (log_probs_of() * upstream).sum().backward()
-
-        return run
+        return lambda: (log_probs_of() * upstream).sum().backward()
 
     def logits() -> torch.Tensor:
         return F.linear(hidden, weight)
@@ -156,7 +171,7 @@ def logprob_rows(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iter
     else:
         ways.insert(1, ("verl's row loop", lambda: row_loop(logits(), labels), ""))
     for what, log_probs_of, note in ways:
-        row = measure(f"log-probs: {what}", timed(log_probs_of), device, sizes.repeats, note)
+        row = measure(f"log-probs: {what}", timed(log_probs_of), (hidden, weight), device, sizes.repeats, note)
         compares = row.ms is not None and "temperature" not in what
         yield replace(row, error=error_of(log_probs_of) if compares else None)
 
@@ -198,10 +213,9 @@ def attention_rows(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> It
         attention.apply(model, AttentionChoice(name=name, reason="benchmark"))
 
         def step(layout: str = layout) -> None:
-            model.zero_grad(set_to_none=True)
             hidden_of(layout).float().square().mean().backward()
 
-        row = measure(f"attention: {layout}, {name}", step, device, sizes.repeats)
+        row = measure(f"attention: {layout}, {name}", step, list(model.parameters()), device, sizes.repeats)
         error = None
         if row.ms is not None:
             with torch.no_grad():

@@ -94,12 +94,12 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
         facts,
         colocate_count=request.placement.max_colocate_count,
     )
-    changes = translate(request, facts, placement, values_of(config), explicit)
-    changes += rollout_changes(config)
+    applied: list[KeyChange] = []
     if cpu.is_cpu(config):
         cpu.check(config, explicit)
-        changes += cpu.changes(config, facts, placement)
-    applied = apply_changes(config, changes, explicit)
+        applied += apply_changes(config, cpu.changes(config, facts, placement), explicit)
+    applied += apply_changes(config, translate(request, facts, placement, values_of(config), explicit), explicit)
+    applied += apply_changes(config, rollout_changes(config), explicit)
     facts = job_facts(config)
     checks.check_job(placement, facts)
     _check_token_budgets(config, facts, placement)

@@ -16,15 +16,15 @@ DISTRIBUTIONS = ("verl", "torch", "ray", "vllm", "sglang", "transformers", "acce
 def run(*, as_json: bool) -> int:
     """Prints versions, the state of the plugin and the table of patches; exit code 1 when something is wrong."""
     found = {name: versions.installed(name) for name in DISTRIBUTIONS}
-    problems = _problems(found)
-    patches = ledger.forecast()
+    patches = ledger.forecast(needed=_every_need())
+    problems = [*_problems(found), *(f"patch {p.id} does not fit: {p.reason}" for p in patches if p.state == "failed")]
     if as_json:
         render.show_json(
             {
                 "version": versions.__version__,
                 "installed": found,
                 "problems": problems,
-                "patches": [asdict(patch) for patch in patches],
+                "patches": [asdict(patch) | {"processes": sorted(patch.processes)} for patch in patches],
             }
         )
         return int(bool(problems))
@@ -50,10 +50,22 @@ def run(*, as_json: bool) -> int:
     return int(bool(problems))
 
 
+def _every_need() -> list[str]:
+    """Every key that makes a patch necessary: a patch that some run needs must fit."""
+    return [spec.needed_by for spec in ledger.known_specs() if spec.needed_by is not None]
+
+
 def _remark(name: str, version: str | None) -> str:
     if name == "verl" and version is not None and not versions.in_range(version):
         return f"supported: {versions.VERL_RANGE}"
     return ""
+
+
+def _load_failure() -> str | None:
+    """Loads the plugin as verl does; the last line of what went wrong, or None. Imports verl."""
+    from verl_ext_sharding import plugin
+
+    return plugin.failure.strip().splitlines()[-1] if plugin.failure is not None else None
 
 
 def _problems(found: dict[str, str | None]) -> list[str]:
@@ -64,6 +76,8 @@ def _problems(found: dict[str, str | None]) -> list[str]:
         problems.append(
             f"verl {found['verl']} is outside {versions.VERL_RANGE}: pip install 'verl{versions.VERL_RANGE}'"
         )
+    elif (failure := _load_failure()) is not None:
+        problems.append(f"the plugin fails to load: {failure}")
     if envs.disabled():
         problems.append(f"{envs.DISABLE} is set, so the plugin stays out: unset {envs.DISABLE}")
     allowed = os.environ.get(envs.VERL_PLUGINS, "auto").strip().lower()

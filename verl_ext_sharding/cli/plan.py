@@ -10,6 +10,7 @@ from typing import Any
 
 from verl_ext_sharding.cli import render
 from verl_ext_sharding.config.changes import parse_overrides
+from verl_ext_sharding.config.schema import PLUGIN_NAME
 from verl_ext_sharding.errors import ConfigError
 
 
@@ -21,10 +22,15 @@ def run(*, overrides: Sequence[str], config_name: str, config_path: str | None, 
         config_name: Primary config.
         config_path: Folder of configs, None: verl's.
         as_json: Print JSON instead of tables.
+
+    Raises:
+        ConfigError: The command can't run as written, or switches the plugin off.
     """
     from verl_ext_sharding import driver
 
     config = compose(overrides, config_name, config_path)
+    if not driver.asked_for(config):
+        raise _switched_off()
     plan = driver.prepare(config, explicit=parse_overrides(overrides))
     if as_json:
         render.show_json({**plan.table.as_dict(), "changes": [asdict(change) for change in plan.changes]})
@@ -45,7 +51,6 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
     from hydra.errors import HydraException
 
     from verl_ext_sharding.config import hydra_source
-    from verl_ext_sharding.config.schema import PLUGIN_NAME
     from verl_ext_sharding.patch_points import hydra_overrides
     from verl_ext_sharding.patching import apply
 
@@ -67,6 +72,16 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
             consequence="nothing is planned",
             remedy="correct the override named above",
         ) from error
+
+
+def _switched_off() -> ConfigError:
+    return ConfigError(
+        "trainer.plugin",
+        expected=f"{PLUGIN_NAME}, or left out",
+        found="null: the run would be verl's own",
+        consequence="nothing is planned",
+        remedy=f"trainer.plugin={PLUGIN_NAME}",
+    )
 
 
 def _verl_configs() -> Path:

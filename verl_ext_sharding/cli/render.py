@@ -37,8 +37,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def show(drawn: Table | str) -> None:
-    """Prints a table or a line as it is."""
-    console().print(drawn, markup=False)
+    """Prints a table, or a line as it is: never folded, so that what is in it can be copied."""
+    console().print(drawn, markup=False, soft_wrap=isinstance(drawn, str))
 
 
 def show_json(data: Any) -> None:
@@ -73,7 +73,8 @@ def show_changes(changes: Sequence[KeyChange]) -> None:
     for why, group in reasons.items():
         show(f"set because of {why}:")
         for change in group:
-            show(f"  {change.key}={_override(change.new)}  (was {_override(change.old)})")
+            before = "not there" if change.added else _override(change.old)
+            show(f"  {'+' * change.added}{change.key}={_override(change.new)}  (was {before})")
 
 
 def show_settings(settings: Sequence[Setting]) -> None:
@@ -95,4 +96,6 @@ def _override(value: Any) -> str:
         return "null"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_override(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_override, value)) + "]"
     return str(value)

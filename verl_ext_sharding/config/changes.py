@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
@@ -24,6 +25,7 @@ class KeyChange:
         why: The user's key or the fact that asks for it.
         old: Value before, filled in by `apply_changes`.
         default: The change stands in for a default: a value that the user wrote wins.
+        added: verl's config files have no such key, filled in by `apply_changes`: an override of it starts with `+`.
     """
 
     key: str
@@ -31,6 +33,7 @@ class KeyChange:
     why: str
     old: Any = None
     default: bool = False
+    added: bool = False
 
 
 def explicit_keys() -> dict[str, str]:
@@ -68,22 +71,53 @@ def apply_changes(config: DictConfig, changes: Iterable[KeyChange], explicit: Ma
         old = OmegaConf.to_container(old) if isinstance(old, DictConfig | ListConfig) else old
         if old == change.new:
             continue
-        if change.key in explicit:
-            if change.default:
-                continue
-            raise _contradiction(change, explicit[change.key])
+        written = [key for key in explicit if _differ(config, change, key, explicit[key])]
+        if written and change.default:
+            continue
+        if written:
+            raise _contradiction(change, written[0], explicit[written[0]])
+        added = not _exists(config, change.key)
         with open_dict(config):
             OmegaConf.update(config, change.key, change.new, merge=False, force_add=True)
-        applied.append(KeyChange(key=change.key, new=change.new, why=change.why, old=old, default=change.default))
+        applied.append(replace(change, old=old, added=added))
         logger.debug("%s=%s (was %s): %s", change.key, change.new, old, change.why)
     return applied
 
 
-def _contradiction(change: KeyChange, written: str) -> ConfigError:
+def _differ(config: DictConfig, change: KeyChange, key: str, text: str) -> bool:
+    """Whether an override that the user wrote sets a changed key, or a part of it, to something else.
+
+    Args:
+        config: verl's config, before the change.
+        change: A change whose value is not in the config yet.
+        key: A key that the user wrote: the changed one, one below it, or a block that holds it.
+        text: The value that the user wrote.
+    """
+    if key == change.key:
+        return True
+    if change.key.startswith(f"{key}."):
+        name = change.key.removeprefix(f"{key}.").partition(".")[0]
+        return re.search(rf"\b{re.escape(name)}\s*:", text) is not None
+    if key.startswith(f"{change.key}."):
+        wanted: Any = change.new
+        for name in key.removeprefix(f"{change.key}.").split("."):
+            wanted = wanted.get(name) if isinstance(wanted, Mapping) else None
+        return bool(OmegaConf.select(config, key, default=None, throw_on_missing=False) != wanted)
+    return False
+
+
+def _exists(config: DictConfig, key: str) -> bool:
+    """Whether a key is in the config, whatever its value."""
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, parent) if parent else config
+    return isinstance(node, DictConfig) and name in node.keys()  # noqa: SIM118  (`in` is false for null and ???)
+
+
+def _contradiction(change: KeyChange, key: str, written: str) -> ConfigError:
     return ConfigError(
         change.key,
         expected=f"{change.new}, which {change.why} asks for",
-        found=f"{change.key}={written} on the command line",
+        found=f"{key}={written} on the command line",
         consequence="the run does not start, since both can't hold",
-        remedy=f"remove {change.key}={written}, or change {change.why}",
+        remedy=f"remove {key}={written}, or change {change.why}",
     )

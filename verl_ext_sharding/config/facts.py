@@ -8,9 +8,17 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts, MicroBatch, ServerFacts
 
-_MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_MODEL_PARALLEL = {
+    "megatron": ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    "torchtitan": ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"),
+    "veomni": ("ulysses_parallel_size",),
+}
+"""Keys below the block of a strategy whose product is the ranks that one sample takes; FSDP has `_ULYSSES`."""
+
+_ULYSSES = "ulysses_sequence_parallel_size"
 
 
 def job_facts(config: DictConfig) -> JobFacts:
@@ -18,7 +26,12 @@ def job_facts(config: DictConfig) -> JobFacts:
 
     Args:
         config: verl's composed PPO config, not necessarily resolved.
+
+    Raises:
+        ConfigError: The config is none of `verl.trainer.main_ppo`, or a number in it is none.
     """
+    if "actor_rollout_ref" not in config or "algorithm" not in config:
+        raise _not_ppo(config)
     mode = str(_get(config, "trainer.v1.trainer_mode", "sync"))
     engines = {"actor": _engine(config, "actor_rollout_ref.actor", "fsdp_config", "ActorRolloutRefWorker")}
     if needs_reference(config):
@@ -26,21 +39,22 @@ def job_facts(config: DictConfig) -> JobFacts:
     if needs_critic(config):
         engines["critic"] = _engine(config, "critic", "fsdp", "TrainingWorker")
     return JobFacts(
-        num_nodes=int(config.trainer.nnodes),
-        devices_per_node=int(config.trainer.n_gpus_per_node),
+        num_nodes=_count(config, "trainer.nnodes", 1),
+        devices_per_node=_count(config, "trainer.n_gpus_per_node", 1),
         mode=mode,
         engines=engines,
         rollout=_server(
-            _get(config, "actor_rollout_ref.rollout", {}),
+            config,
+            "actor_rollout_ref.rollout",
             own_devices=_own(config, "actor_rollout_ref.rollout") if mode == "separate_async" else 0,
         ),
         reward=_reward(config),
         teacher=_teacher(config),
         ref_in_actor=uses_lora(config),
         hybrid_rollout=mode != "separate_async" or bool(_get(config, "actor_rollout_ref.hybrid_engine", True)),
-        train_batch_size=int(config.data.train_batch_size),
-        rollout_n=int(_get(config, "actor_rollout_ref.rollout.n", 1)),
-        parameter_sync_step=int(_get(config, f"trainer.v1.{mode}.parameter_sync_step", 1)),
+        train_batch_size=_count(config, "data.train_batch_size", 1),
+        rollout_n=_count(config, "actor_rollout_ref.rollout.n", 1),
+        parameter_sync_step=_count(config, f"trainer.v1.{mode}.parameter_sync_step", 1),
         transfer_queue_units=_transfer_queue_units(config),
     )
 
@@ -67,18 +81,18 @@ def uses_lora(config: DictConfig) -> bool:
 
 def _engine(config: DictConfig, block: str, fsdp: str, worker: str, *, trains: bool = True) -> EngineFacts:
     strategy = str(_get(config, f"{block}.strategy", "fsdp"))
-    if strategy == "megatron":
-        sizes = [int(_get(config, f"{block}.megatron.{name}", 1) or 1) for name in _MEGATRON_SIZES]
-        parallel = math.prod(sizes)
+    if strategy in _MODEL_PARALLEL:
+        parallel = math.prod(_count(config, f"{block}.{strategy}.{name}", 1) for name in _MODEL_PARALLEL[strategy])
     else:
-        ulysses = _get(config, f"{block}.{fsdp}.ulysses_sequence_parallel_size", 1) or 1
-        legacy = _get(config, f"{block}.ulysses_sequence_parallel_size", 1) or 1
-        parallel = max(int(ulysses), int(legacy))
-    mini = _get(config, f"{block}.ppo_mini_batch_size", None) if trains else None
+        parallel = _count(config, f"{block}.{fsdp}.{_ULYSSES}", 1)
+        # A deprecated key that wins where it is set (workers/config/actor.py); the critic's is never read.
+        legacy = _count(config, f"{block}.{_ULYSSES}", 1) if block != "critic" else 1
+        parallel = legacy if legacy > 1 else parallel
+    mini = f"{block}.ppo_mini_batch_size"
     return EngineFacts(
         strategy=strategy,
         model_parallel_size=parallel,
-        mini_batch_size=int(mini) if mini is not None else None,
+        mini_batch_size=_count(config, mini, 1) if trains and _get(config, mini, None) is not None else None,
         micro_batches=tuple(_micro_batches(config, block)),
         worker_class=worker,
     )
@@ -99,19 +113,25 @@ def _micro_batches(config: DictConfig, block: str) -> Iterator[MicroBatch]:
     if _get(config, f"{block}.{dynamic.get(block, 'use_dynamic_bsz')}", block == "critic"):
         return
     for key, of_step in candidates[block]:
-        size = _get(config, f"{block}.{key}", None)
-        if size is not None:
-            yield MicroBatch(key=f"{block}.{key}", samples=int(size), of_step=of_step)
-    if block == "actor_rollout_ref.actor" and (size := _get(config, rollout, None)) is not None:
-        yield MicroBatch(key=rollout, samples=int(size), of_step=True)
+        if _get(config, f"{block}.{key}", None) is not None:
+            yield MicroBatch(key=f"{block}.{key}", samples=_count(config, f"{block}.{key}", 1), of_step=of_step)
+    if block == "actor_rollout_ref.actor" and _get(config, rollout, None) is not None:
+        yield MicroBatch(key=rollout, samples=_count(config, rollout, 1), of_step=True)
 
 
-def _server(block: Any, own_devices: int = 0) -> ServerFacts:
-    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+def _server(config: DictConfig, block: str, own_devices: int = 0) -> ServerFacts:
+    tensor = ranks = _count(config, f"{block}.tensor_model_parallel_size", 1)
+    if _get(config, f"{block}.disaggregation.enabled", False):  # one replica prefills and decodes (llm_server.py)
+        decode = _count(config, f"{block}.disaggregation.decode_tensor_model_parallel_size", tensor)
+        ranks = tensor * _count(config, f"{block}.disaggregation.prefill_replicas", 1)
+        ranks += decode * _count(config, f"{block}.disaggregation.decode_replicas", 1)
+    for size in ("data_parallel_size", "pipeline_model_parallel_size"):
+        ranks *= _count(config, f"{block}.{size}", 1)
     return ServerFacts(
-        name=str(_get(block, "name", None) or "unset"),
-        ranks_per_replica=math.prod(int(_get(block, size, 1) or 1) for size in sizes),
+        name=str(_get(config, f"{block}.name", None) or "unset"),
+        ranks_per_replica=ranks,
         own_devices=own_devices,
+        tensor_parallel_size=tensor,
     )
 
 
@@ -123,17 +143,16 @@ def _reward(config: DictConfig) -> ServerFacts | None:
     if not _get(config, "reward.reward_model.enable", False):
         return None
     own_pool = bool(_get(config, "reward.reward_model.enable_resource_pool", False))
-    return _server(
-        _get(config, "reward.reward_model.rollout", {}), _own(config, "reward.reward_model") if own_pool else 0
-    )
+    return _server(config, "reward.reward_model.rollout", _own(config, "reward.reward_model") if own_pool else 0)
 
 
 def _teacher(config: DictConfig) -> ServerFacts | None:
     if not _get(config, "distillation.enabled", False):
         return None
-    models = _get(config, "distillation.teacher_models", {}) or {}
-    first: Any = next((model for model in models.values() if _get(model, "inference", None) is not None), {})
-    return _server(_get(first, "inference", {}), _own(config, "distillation"))
+    names = [str(name) for name in _get(config, "distillation.teacher_models", {})]
+    # The default name counts only alone (workers/config/distillation.py).
+    first = next((name for name in names if name != "teacher_model"), "teacher_model")
+    return _server(config, f"distillation.teacher_models.{first}.inference", _own(config, "distillation"))
 
 
 def _transfer_queue_units(config: DictConfig) -> int:
@@ -148,3 +167,31 @@ def _get(config: Any, key: str, default: Any) -> Any:
         config = OmegaConf.create(config)
     value = OmegaConf.select(config, key, default=default, throw_on_missing=False)
     return default if value is None else value
+
+
+def _count(config: Any, key: str, default: int) -> int:
+    """A key's value as a whole number of 1 or more; unset, null and `???` read as the default."""
+    value = _get(config, key, default)
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1 or number != value:
+        raise ConfigError(
+            key,
+            expected="a whole number, 1 or more",
+            found=str(value),
+            consequence="the run does not start",
+            remedy=f"{key}={default}",
+        )
+    return number
+
+
+def _not_ppo(config: DictConfig) -> ConfigError:
+    return ConfigError(
+        "trainer.plugin",
+        expected="a config of verl.trainer.main_ppo, whose roles can be placed",
+        found=f"a config with {', '.join(sorted(map(str, config)))}",
+        consequence="the run does not start, since nothing of `sharding` would act",
+        remedy="trainer.plugin=null",
+    )

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext_sharding.config.schema import PLUGIN_NAME, unknown_key
 from verl_ext_sharding.config.translate import request_of
-from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.errors import ConfigError, did_you_mean
 
 
 def explain(error: Exception, overrides: Iterable[Any], config: DictConfig) -> ConfigError | None:
@@ -31,11 +31,31 @@ def explain(error: Exception, overrides: Iterable[Any], config: DictConfig) -> C
             return answer
         if f"'{key}'" in str(error) or override.input_line in str(error):
             path, name, known = _first_missing(config, key)
-            ours = key.startswith("sharding") or key.startswith("trainer.plug") or override.value() == PLUGIN_NAME
-            if name is None or not ours:
+            if name is None or not _is_ours(key, override.value()):
                 return None
-            return unknown_key(path, name, known)
+            return unknown_key(path, name, known) if known else _no_block(path, key, override.input_line)
     return None
+
+
+def _is_ours(key: str, value: Any) -> bool:
+    """Whether an override was meant for this package, as far as a misspelt one tells."""
+    first = key.partition(".")[0]
+    return did_you_mean(first, ["sharding"]) is not None or key.startswith("trainer.plug") or value == PLUGIN_NAME
+
+
+def _no_block(path: str, key: str, line: str) -> ConfigError:
+    """The error for a key below one that has no block: null, or a plain value."""
+    below = key.removeprefix(f"{path}.")
+    value = line.partition("=")[2]
+    for name in reversed(below.split(".")):
+        value = f"{{{name}:{value}}}"
+    return ConfigError(
+        key,
+        expected=f"a value for {path} as a whole",
+        found=f"{path} is no block, so it has no {below}",
+        consequence="the run does not start",
+        remedy=f"'{path}={value}'",
+    )
 
 
 def _old_key(override: Any, config: DictConfig) -> ConfigError | None:

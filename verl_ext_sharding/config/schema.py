@@ -7,6 +7,7 @@ Nothing here needs a device, torch or verl. `null` in the user's config is `None
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -122,6 +123,11 @@ class RewardConfig(RoleConfig):
     max_input_tokens: int | Literal["auto"] = "auto"
     execution_device: str | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.max_input_tokens, int) and self.max_input_tokens < 1:
+            raise _bad("max_input_tokens", "auto, or 1 or more", self.max_input_tokens, "max_input_tokens=auto")
+
 
 @dataclass(kw_only=True, frozen=True)
 class RolesConfig:
@@ -151,7 +157,7 @@ class PlacementConfig:
     def __post_init__(self) -> None:
         if self.max_colocate_count is not None and self.max_colocate_count < 1:
             raise _bad("max_colocate_count", "1 or more", self.max_colocate_count, "max_colocate_count=3")
-        if self.timeout_s <= 0:
+        if not 0 < self.timeout_s < math.inf:
             raise _bad("timeout_s", "more than 0 seconds", self.timeout_s, "timeout_s=120")
 
 
@@ -162,6 +168,14 @@ class MemoryConfig:
     gpu_gib: float | None = None
     host_gib: float | None = None
     headroom: float = 0.08
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_gib", "host_gib"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise _bad(name, "more than 0 GiB", value, f"{name}=24")
+        if not 0 <= self.headroom < 1:
+            raise _bad("headroom", "a share from 0 to below 1", self.headroom, "headroom=0.08")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -188,6 +202,10 @@ class MonitorConfig:
 
     interval_s: float = 1.0
     report: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval_s < math.inf:
+            raise _bad("interval_s", "more than 0 seconds", self.interval_s, "interval_s=1")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -248,7 +266,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         value = "off"  # YAML 1.1 reads a bare `off` as false
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
-            return _build(option, value, path)  # type: ignore[arg-type]
+            return _build(option, value, path)
         if _matches(option, value):
             return float(value) if option is float else value
     raise _bad(path, " or ".join(dict.fromkeys(map(_spell, options))), value, f"{path}={_example(options)}")
@@ -319,12 +337,13 @@ def _differences(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any
 def unknown_key(path: str, name: str, known: list[str]) -> ConfigError:
     """The error for a key that doesn't exist, with the key that was probably meant."""
     close = did_you_mean(name, known)
+    prefix = f"{path}." if path else ""
     return ConfigError(
-        f"{path}.{name}".lstrip(".") + ": no such key",
+        f"{prefix}{name}: no such key",
         expected=f"one of {', '.join(known)}",
         found=name,
         consequence="the run does not start",
-        remedy=f"did you mean {path}.{close}?".replace(" .", " ") if close else f"remove {path}.{name}",
+        remedy=f"did you mean {prefix}{close}?" if close else f"remove {prefix}{name}",
     )
 
 

@@ -39,10 +39,13 @@ _MAX_TOKENS = {
     "critic": ("critic.ppo_infer_max_token_len_per_gpu",),
 }
 _DYNAMIC = {
-    "actor": "actor_rollout_ref.actor.use_dynamic_bsz",
-    "ref": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
-    "critic": "critic.fsdp.use_dynamic_bsz",
+    "actor": ("actor_rollout_ref.actor.use_dynamic_bsz", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz"),
+    "ref": ("actor_rollout_ref.ref.log_prob_use_dynamic_bsz",),
+    "critic": ("critic.fsdp.use_dynamic_bsz",),
 }
+
+_ACT_ELSEWHERE = ("sharding.placement.", "sharding.communication.")
+"""Blocks that the driver acts on, besides the devices of each role."""
 
 
 def translate(
@@ -78,8 +81,8 @@ def _role(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[KeyChange]
     engine = _ENGINE_BLOCK[role]
     if config == type(config)(devices=config.devices):
         return
-    if role not in facts.engines:
-        raise _no_such_role(role, config)
+    if role not in facts.engines or (role == "ref" and facts.ref_in_actor):
+        raise _no_such_role(role)
     if facts.engines[role].strategy not in ("fsdp", "fsdp2"):
         raise _not_fsdp(role, facts.engines[role].strategy)
     if config.dtype is not None:
@@ -98,17 +101,19 @@ def _role(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[KeyChange]
     if config.micro_batch_size is not None and config.max_tokens is not None:
         raise _two_micro_batches(prefix)
     if config.micro_batch_size is not None:
-        yield KeyChange(key=_DYNAMIC[role], new=False, why=f"{prefix}.micro_batch_size")
+        for key in _DYNAMIC[role]:
+            yield KeyChange(key=key, new=False, why=f"{prefix}.micro_batch_size")
         for key in _MICRO_BATCH[role]:
             yield KeyChange(key=key, new=config.micro_batch_size, why=f"{prefix}.micro_batch_size")
     if config.max_tokens is not None:
-        yield KeyChange(key=_DYNAMIC[role], new=True, why=f"{prefix}.max_tokens")
+        for key in _DYNAMIC[role]:
+            yield KeyChange(key=key, new=True, why=f"{prefix}.max_tokens")
         for key in _MAX_TOKENS[role]:
             yield KeyChange(key=key, new=config.max_tokens, why=f"{prefix}.max_tokens")
 
 
 def _servers(placement: Placement, facts: JobFacts) -> Iterator[KeyChange]:
-    """Keys by which verl itself sizes the pools of reward model and teacher."""
+    """Keys by which verl itself sizes the pools of reward model and teacher, and rollout servers that span nodes."""
     blocks = {"reward": "reward.reward_model", "teacher": "distillation"}
     for role, block in blocks.items():
         pool = placement.pool_of(role)
@@ -121,6 +126,10 @@ def _servers(placement: Placement, facts: JobFacts) -> Iterator[KeyChange]:
         if role == "reward":
             apart = not set(pool.devices) & set(placement.devices_of("actor"))
             yield KeyChange(key=f"{block}.enable_resource_pool", new=apart, why=why)
+    on_first_node = len(placement.per_node(placement.devices_of("actor"))[0])
+    if facts.hybrid_rollout and facts.mode != "separate_async" and facts.rollout.ranks_per_replica > on_first_node:
+        key = "actor_rollout_ref.rollout.n_gpus_per_node"
+        yield KeyChange(key=key, new=on_first_node, why="sharding.roles.actor.devices")
 
 
 def refuse_unsupported(request: ShardingConfig, handled: set[str]) -> None:
@@ -134,7 +143,7 @@ def refuse_unsupported(request: ShardingConfig, handled: set[str]) -> None:
         ConfigError: Names the first such key.
     """
     for key, value in request.changed().items():
-        if key in handled or key.endswith(".devices") or key.startswith("sharding.placement."):
+        if key in handled or key.endswith(".devices") or key.startswith(_ACT_ELSEWHERE):
             continue
         if _is_default_effect(key, value):
             continue
@@ -154,7 +163,9 @@ def _is_default_effect(key: str, value: Any) -> bool:
     name = key.rpartition(".")[2]
     if role == "ref":
         return (name, value) in stays  # ref is always offloaded, and never runs backward
-    return (name, value) == ("layout", "fsdp") or (key, value) == ("sharding.fit", "off")
+    if role in ("actor", "critic"):
+        return (name, value) == ("layout", "fsdp")
+    return (key, value) == ("sharding.fit", "off")
 
 
 def _two_micro_batches(prefix: str) -> ConfigError:
@@ -167,10 +178,10 @@ def _two_micro_batches(prefix: str) -> ConfigError:
     )
 
 
-def _no_such_role(role: str, config: RoleConfig) -> ConfigError:
+def _no_such_role(role: str) -> ConfigError:
     return ConfigError(
         f"sharding.roles.{role}",
-        expected=f"a job that has a {role}",
+        expected=f"a job that has a {role} of its own (with LoRA the actor is its reference)",
         found=f"settings for a {role} that this job does not use",
         consequence="the run does not start",
         remedy=f"remove the sharding.roles.{role} overrides",

@@ -14,7 +14,8 @@ from typing import Any
 from verl_ext_sharding import envs
 
 MARKER = "@sharding "
-_LINE = re.compile(re.escape(MARKER) + r"(\{.*\})")
+_START = re.compile(re.escape(MARKER) + r"(?=\{)")
+_DECODER = json.JSONDecoder()
 
 
 def emit(event: str, **fields: Any) -> None:
@@ -31,6 +32,12 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """The event in a line of output, or None."""
-    match = _LINE.search(line)
-    return json.loads(match[1]) if match else None
+    """The event in a line of output, or None. A line that another process wrote into, or cut, holds no event."""
+    match = _START.search(line)
+    if match is None:
+        return None
+    try:
+        event, _ = _DECODER.raw_decode(line, match.end())
+    except json.JSONDecodeError:
+        return None
+    return event if isinstance(event.get("event"), str) else None

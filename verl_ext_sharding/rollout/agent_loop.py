@@ -20,6 +20,11 @@ _Worker = getattr(AgentLoopWorkerTQ, "__ray_actor_class__", AgentLoopWorkerTQ)
 class SeededAgentLoopWorker(_Worker):  # type: ignore[misc, valid-type]
     """Gives each sample of each repeat its own seed; the server adds a hash of the prompt, so that turns differ."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Named, not inherited: Ray copies inherited methods onto the class that it pickles, and verl's own __init__ would
+        # arrive as a copy whose `super()` refers to a copy of its class.
+        _Worker.__init__(self, *args, **kwargs)
+
     async def _run_agent_loop(
         self,
         sampling_params: dict[str, Any],

@@ -198,8 +198,8 @@ class GenerationEngine:
                 continue
             longest = max(longest, row.longest)
             num_rows = len(rows) + 1
-            too_much = num_rows * longest * bytes_per_token(config, dtype) > budget
-            if rows and (num_rows > self._limits.max_num_seqs or too_much):
+            too_many = num_rows > self._limits.max_num_seqs or num_rows * length > self._limits.max_prefill_tokens
+            if rows and (too_many or num_rows * longest * bytes_per_token(config, dtype) > budget):
                 break
             rows.append(row)
         return rows

@@ -12,6 +12,7 @@ HEADROOM_TOKENS = (64, 512)
 """Least and most free columns that a new buffer has; in between, a quarter of its width."""
 
 _ROW_STEP = 8
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 class SlotLayer(CacheLayerMixin):
@@ -172,6 +173,7 @@ def can_merge(config: Any, max_model_len: int) -> bool:
     """Whether every layer keeps plain keys and values, so that rows may join a running batch.
 
     A sliding window counts as plain when no sequence is longer than it. Hybrid, state-space and other caches don't.
+    Neither do rotary frequencies that follow the longest row of a batch: there, neighbours would change a row.
 
     Args:
         config: The model's transformers config.
@@ -179,13 +181,23 @@ def can_merge(config: Any, max_model_len: int) -> bool:
     """
     try:
         layers = DynamicCache(config=config).layers
+        rope_types = _rope_types(config.get_text_config(decoder=True))
     except (AttributeError, ValueError):  # a config without decoder layers that transformers can read
         return False
-    return bool(layers) and all(
+    if not layers or rope_types & _LENGTH_DEPENDENT_ROPE:
+        return False
+    return all(
         type(layer) is DynamicLayer
         or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= max_model_len)
         for layer in layers
     )
+
+
+def _rope_types(text: Any) -> set[str]:
+    """Kinds of rotary scaling in a config: one for the model, or one a layer type."""
+    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    nodes = (found, *(value for value in found.values() if isinstance(value, dict)))
+    return {kind for node in nodes if (kind := node.get("rope_type", node.get("type"))) is not None}
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:

@@ -12,8 +12,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.utils.device import get_device_name, get_resource_name, get_visible_devices_keyword
 from verl.workers.config import RolloutConfig
-from verl.workers.rollout.replica import RolloutReplica
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
+from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.rollout.checks import check_rollout
 from verl_ext_sharding.rollout.server import HFServer
 from verl_ext_sharding.rollout.settings import server_settings
@@ -54,6 +55,7 @@ class HFReplica(RolloutReplica):
     async def launch_servers(self) -> None:
         """Starts the server and waits until its model is built."""
         assert len(self.workers) == 1, f"a replica of rollout.name=hf has 1 worker, not {len(self.workers)}"
+        _require_weights(self.rollout_mode, self.config.load_format)
         node_id, accelerator_ids, device = await self.workers[0].__ray_call__.remote(locate)
         settings = server_settings(
             _plain(self.config),
@@ -73,7 +75,7 @@ class HFReplica(RolloutReplica):
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
                 runtime_env={"env_vars": _env_vars(settings.full_determinism)},
             )
-            .remote(settings, ",".join(accelerator_ids), get_visible_devices_keyword() if device != "cpu" else None)
+            .remote(settings, ",".join(accelerator_ids) or None, get_visible_devices_keyword())
         )
         self.servers.append(server)
         await server.start.remote()
@@ -125,6 +127,22 @@ def locate(worker: Any) -> tuple[str, list[str], str]:
     """
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_accelerator_ids().get(get_resource_name(), []), get_device_name()
+
+
+def _require_weights(mode: RolloutMode, load_format: str) -> None:
+    """A colocated server gets no update, so it must read its weights.
+
+    Raises:
+        ConfigError: When it was told not to.
+    """
+    if mode is RolloutMode.COLOCATED and load_format == "dummy":
+        raise ConfigError(
+            "rollout.load_format of a colocated server (a reward or teacher model)",
+            expected="a format that reads the checkpoint: nobody sends weights to it",
+            found=load_format,
+            consequence="the server does not start",
+            remedy="load_format=auto for that model's rollout, as in reward.reward_model.rollout.load_format=auto",
+        )
 
 
 def _env_vars(full_determinism: bool) -> dict[str, str]:

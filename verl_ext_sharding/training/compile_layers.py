@@ -272,8 +272,9 @@ class CompiledRecompute(Recompute):
         """After an eager run in the place of a failed compiled one: the compiler was at fault, so it is left alone."""
         if self._error is None:
             return
-        first_line = (str(self._error).strip() or "no message").splitlines()[0]
-        self.failure = f"compilation failed: {type(self._error).__name__}: {first_line}"
+        cause = getattr(self._error, "inner_exception", self._error)
+        first_line = (str(cause).strip() or "no message").splitlines()[0]
+        self.failure = f"compilation failed: {type(cause).__name__}: {first_line}"
         self._error = None
         logger.warning("layers run eagerly from here on, within the same memory bound: %s", self.failure)
 

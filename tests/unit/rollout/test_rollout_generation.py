@@ -17,7 +17,9 @@ from tiny_models import (
     row,
     sliding,
 )
+from transformers import Gemma3TextConfig, LlamaConfig, MambaConfig, MistralConfig, Qwen3NextConfig
 
+from verl_ext_sharding.rollout.kv_cache import can_merge
 from verl_ext_sharding.rollout.requests import RolloutError
 
 LENGTHS = (3, 17, 8, 1, 30, 8, 12, 5, 21, 2)
@@ -246,4 +248,22 @@ def test_long_runs_of_joining_and_leaving_rows_keep_the_buffer_small(serve):
     assert max(sizes) <= 2 * (30 + 64) * per_token
     expected = [generate(serve(model), [row(prompt(4, i), seed=i, max_tokens=20 + i % 7)])[0] for i in (0, 17, 39)]
     assert [done[i].token_ids for i in (0, 17, 39)] == [item.token_ids for item in expected]
-    assert VOCAB > max(max(item.token_ids) for item in done)
+    assert max(max(item.token_ids) for item in done) < VOCAB
+
+
+@pytest.mark.parametrize(
+    ("config", "merges"),
+    [
+        (LlamaConfig(), True),
+        (LlamaConfig(rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}), True),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), False),
+        (MistralConfig(sliding_window=64), False),
+        (MistralConfig(sliding_window=MAX_LEN), True),
+        (MambaConfig(), False),
+        (Qwen3NextConfig(), False),
+        (Gemma3TextConfig(), True),  # a window of 4096
+    ],
+    ids=lambda value: f"{getattr(value, 'model_type', value)}",
+)
+def test_rows_join_a_running_batch_only_where_no_row_can_change_another(config, merges):
+    assert can_merge(config, MAX_LEN) is merges

@@ -70,8 +70,8 @@ def test_a_server_is_filled_put_to_sleep_and_filled_again(server, model):
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     before = ray.get(server.resident_bytes.remote())
     _update(server, model, 1)
-    awake = ray.get(server.resident_bytes.remote())
     first = ray.get([server.generate.remote(prompt(5, n), SAMPLED, str(n)) for n in range(4)])
+    awake = ray.get(server.resident_bytes.remote())
     ray.get(server.sleep.remote())
     asleep = ray.get(server.resident_bytes.remote())
     with pytest.raises(RolloutError, match="freed by sleep"):

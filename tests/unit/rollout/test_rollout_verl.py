@@ -23,8 +23,9 @@ SAMPLED = {"temperature": 0.9, "top_p": 1.0, "top_k": -1, "repetition_penalty": 
 def cluster():
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     variables = {"PYTHONPATH": path, "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_PLUGINS": "none"}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update({name: variables[name] for name in variables if name != "PYTHONPATH"})
+    patch = pytest.MonkeyPatch()
+    for name in ("VERL_PLATFORM", "VERL_USE_EXTERNAL_PLUGINS"):
+        patch.setenv(name, variables[name])
     import verl_ext_sharding.platforms.cpu  # noqa: F401 - registers the platform in this process
 
     ray.init(
@@ -37,8 +38,7 @@ def cluster():
     )
     yield
     ray.shutdown()
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+    patch.undo()
 
 
 @pytest.fixture(scope="module")

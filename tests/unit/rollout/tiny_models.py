@@ -9,9 +9,19 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MambaConfig
-from transformers import MambaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from verl_ext_sharding.rollout.batches import BatchLimits, Row, SamplingRules
 from verl_ext_sharding.rollout.generation import GenerationEngine

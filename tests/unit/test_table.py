@@ -1,0 +1,125 @@
+"""The table of a placement: one row for each role, and notes on what the layout costs."""
+
+import json
+
+import pytest
+
+from verl_ext_sharding.placement.bundles import place
+from verl_ext_sharding.placement.job import EngineFacts, ServerFacts
+from verl_ext_sharding.placement.table import placement_table
+
+
+def rows(devices, facts):
+    return {row.role: row for row in placement_table(place(devices, facts), facts).rows}
+
+
+def notes(devices, facts):
+    return placement_table(place(devices, facts), facts).notes
+
+
+def test_each_role_has_a_row_and_rollout_comes_after_the_actor(job):
+    assert list(rows({"actor": [0, 1], "critic": [2], "ref": [3]}, job())) == ["actor", "rollout", "ref", "critic"]
+
+
+def test_a_row_says_class_engine_devices_ranks_and_nodes(job):
+    engines = {
+        "actor": EngineFacts(strategy="fsdp2", worker_class="ActorRolloutRefWorker"),
+        "critic": EngineFacts(strategy="megatron", model_parallel_size=2, worker_class="TrainingWorker"),
+    }
+    server = ServerFacts(name="vllm", ranks_per_replica=2)
+    found = rows({"actor": [0, 1], "critic": "2-5"}, job(("actor",), nodes=2, engines=engines, rollout=server))
+    actor, rollout, critic = found["actor"], found["rollout"], found["critic"]
+    assert (actor.worker_class, actor.engine, actor.devices, actor.ranks, actor.nodes) == (
+        "ActorRolloutRefWorker",
+        "fsdp2",
+        (0, 1),
+        "2 dp",
+        (0,),
+    )
+    assert (rollout.engine, rollout.devices, rollout.ranks) == ("vllm", (0, 1), "1 server x 2")
+    assert (critic.engine, critic.ranks, critic.nodes) == ("megatron", "2 dp x 2 mp", (0, 1))
+
+
+@pytest.mark.parametrize(("devices", "ranks"), [([0], "1 server x 1"), ([0, 1, 2], "3 servers x 1")])
+def test_servers_are_counted(devices, ranks, job):
+    assert rows({"actor": devices}, job(("actor",)))["rollout"].ranks == ranks
+
+
+def test_roles_that_meet_on_a_device_name_each_other(job):
+    found = rows({"actor": [0, 1], "critic": [1, 2], "ref": [3]}, job())
+    assert found["actor"].shares == "rollout, critic [1]"
+    assert found["critic"].shares == "actor [1], rollout [1]"
+    assert found["ref"].shares == "none"
+
+
+def test_roles_that_share_all_devices_are_named_without_them(job):
+    assert rows({}, job())["critic"].shares == "actor, ref, rollout"
+
+
+def test_a_separate_rollout_is_no_row_of_the_actors_devices(job):
+    server = ServerFacts(name="vllm", ranks_per_replica=2, own_devices=4)
+    facts = job(("actor",), mode="separate_async", hybrid_rollout=False, rollout=server)
+    row = rows({"actor": [0, 1]}, facts)["rollout"]
+    assert row.devices == ()
+    assert row.ranks == "2 servers x 2"
+    assert row.shares == "none: verl reserves 4 devices of its own"
+
+
+def test_rows_of_reward_and_teacher_name_their_servers(job):
+    facts = job(("actor",), reward=ServerFacts(name="sglang"), teacher=ServerFacts(name="vllm", ranks_per_replica=2))
+    found = rows({"actor": [0], "reward": [1], "teacher": [2, 3]}, facts)
+    assert (found["reward"].engine, found["reward"].ranks) == ("sglang", "1 server x 1")
+    assert (found["teacher"].engine, found["teacher"].ranks) == ("vllm", "1 server x 2")
+
+
+# Notes
+
+
+def test_a_rollout_on_a_part_of_the_devices_is_noted_with_the_numbers(job):
+    assert "rollout uses 2 of 4 devices [0,1]" in "\n".join(notes({"actor": [0, 1]}, job()))
+
+
+def test_a_rollout_on_all_devices_is_not_noted(job):
+    assert "rollout uses" not in "\n".join(notes({"critic": [1]}, job()))
+
+
+@pytest.mark.parametrize(
+    ("devices", "note"),
+    [
+        ({"actor": [0], "critic": [1]}, "no role uses devices [2,3]"),
+        ({"actor": [0, 1, 2], "critic": [0]}, "no role uses device [3]"),
+    ],
+)
+def test_idle_devices_are_noted(devices, note, job):
+    assert note in notes(devices, job())
+
+
+def test_no_device_is_idle_where_verl_places_the_roles(job):
+    assert not any("no role uses" in note for note in notes({}, job()))
+
+
+def test_a_reference_in_the_actors_processes_is_noted_with_how_to_move_it(job):
+    text = "\n".join(notes({"actor": [0], "critic": [1]}, job()))
+    assert "ref shares the actor's processes" in text
+    assert "sharding.roles.ref.devices=" in text
+
+
+def test_a_reference_elsewhere_is_not_noted(job):
+    assert "ref shares" not in "\n".join(notes({"ref": [3]}, job()))
+
+
+def test_devices_with_several_processes_are_noted_in_groups(job):
+    text = "\n".join(notes({"actor": [0, 1], "critic": [1, 2], "ref": [1, 3]}, job()))
+    assert "device [1]: 3 processes (actor, ref, critic)" in text
+    assert "device [0]" not in text
+
+
+def test_one_process_for_several_roles_is_not_several_processes(job):
+    assert not any("memory of all of them" in note for note in notes({}, job()))
+
+
+def test_the_table_is_plain_data_for_programs(job):
+    facts = job()
+    data = json.loads(json.dumps(placement_table(place({"actor": [0]}, facts), facts).as_dict()))
+    assert set(data) == {"rows", "notes"}
+    assert set(data["rows"][0]) == {"role", "worker_class", "engine", "devices", "ranks", "nodes", "shares"}
