@@ -18,13 +18,13 @@ def _job(roles=("actor", "ref", "critic"), *, nodes=1, devices=4, engines=None, 
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def job():
     """Builds the facts of a PPO job: `job(("actor", "critic"), nodes=2, devices=4, rollout_n=5)`."""
     return _job
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def compose():
     """Composes a config of verl as `verl-sharding plan` does: `compose("trainer.nnodes=2", config_name="ppo_trainer")`.
 

@@ -197,7 +197,7 @@ def test_each_changed_key_is_listed_under_its_full_name(key):
 
 @pytest.mark.parametrize("key", ["sharding.fit", "sharding.guards.token_ids", "sharding.guards.reward_length"])
 def test_a_bare_off_of_a_yaml_file_means_off(key):
-    block = OmegaConf.to_container(OmegaConf.create(f"value: off"))
+    block = OmegaConf.to_container(OmegaConf.create("value: off"))
     assert block["value"] is False
     config = ShardingConfig.parse(nested(key, block["value"]))
     assert config.changed() == {key: "off"}

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.changes import KeyChange
+from verl_ext_sharding.config.rollout_limits import KEYS as ROLLOUT_LIMITS
 from verl_ext_sharding.config.rollout_limits import translate_limits
 from verl_ext_sharding.config.schema import RoleConfig, ShardingConfig
 from verl_ext_sharding.errors import ConfigError
@@ -72,7 +73,8 @@ def translate(
         changes += _role(role, getattr(request.roles, role), facts)
     changes += translate_limits(request.roles.rollout, current, context_length=None, explicit=explicit)
     changes += _servers(placement, facts)
-    refuse_unsupported(request, handled={change.why for change in changes})
+    limits = {f"sharding.roles.rollout.{name}" for name in ROLLOUT_LIMITS}  # they act even where they change nothing
+    refuse_unsupported(request, handled=limits | {change.why for change in changes})
     return changes
 
 
@@ -158,7 +160,7 @@ def refuse_unsupported(request: ShardingConfig, handled: set[str]) -> None:
 
 def _is_default_effect(key: str, value: Any) -> bool:
     """Values that ask for what happens anyway."""
-    stays = {("layout", "fsdp"), ("gradient_checkpointing", False), ("logits", "full"), ("params", True)}
+    stays = [("layout", "fsdp"), ("gradient_checkpointing", False), ("logits", "full"), ("params", True)]
     role = key.split(".")[2] if key.startswith("sharding.roles.") else ""
     name = key.rpartition(".")[2]
     if role == "ref":

@@ -31,6 +31,7 @@ REQUESTS = ("auto", "fused", "chunked", "full")
 """What a user may write as `sharding.roles.<role>.logits`."""
 
 _FUSED = "_sharding_logprobs"
+_COMPILED = "_sharding_logprobs_compiled"
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -151,11 +152,12 @@ def _logits_come_from(model_class: type[PreTrainedModel], head_name: str) -> boo
     return isinstance(argument, ast.Name)
 
 
-def apply(model: PreTrainedModel) -> None:
+def apply(model: PreTrainedModel, *, compiled: bool | None = None) -> None:
     """Lets a model return log-probs when its caller passes `temperature`; any other call behaves as before. Idempotent.
 
     Args:
         model: A causal language model before it is sharded or gets adapters.
+        compiled: Whether to compile the arithmetic of log-probs (verl's `use_torch_compile`); None decides by platform.
 
     Raises:
         ConfigError: The model's head can't, see `fused_obstacle`.
@@ -172,6 +174,7 @@ def apply(model: PreTrainedModel) -> None:
             remedy="set sharding.roles.<role>.logits=chunked (or auto)",
         )
     setattr(head, _FUSED, True)
+    setattr(head, _COMPILED, compiled)
     head.forward = MethodType(head_forward, head)
     model.forward = MethodType(logprobs_forward, model)
     logger.info("log-probs of %s: fused into its output head", type(model).__name__)
@@ -190,6 +193,7 @@ def remove(model: PreTrainedModel) -> None:
         if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
             del module.forward
     delattr(head, _FUSED)
+    delattr(head, _COMPILED)
 
 
 def head_forward(
@@ -205,7 +209,8 @@ def head_forward(
     """
     if labels is None:
         return nn.Linear.forward(self, hidden)
-    return linear_logprobs(hidden, self.weight, labels, temperature, bias=self.bias)
+    compiled = getattr(self, _COMPILED, None)
+    return linear_logprobs(hidden, self.weight, labels, temperature, bias=self.bias, compiled=compiled)
 
 
 def logprobs_forward(

@@ -201,7 +201,8 @@ class ActivationOffloader:
         if self._last is not None and self._last is not group and self._last.entered:
             for record in list(self._last.records):
                 if not record.shared:
-                    record.on_device = record.source = record.arrival = None
+                    record.leave_device()
+                    record.on_device = record.arrival = None
         group.entered = True
         self._last = group
         if group.previous is not None:

@@ -94,6 +94,7 @@ class BundlePoolManager(ResourcePoolManager):
         )
         self.spec = spec
         self._finalize = finalize
+        self.reserved: dict[int, Bundle] = {}
         self._stock_pools: dict[str, list[int]] = {}
 
     def add_stock_pool(self, name: str, processes_on_nodes: list[int]) -> None:
@@ -106,7 +107,7 @@ class BundlePoolManager(ResourcePoolManager):
         Raises:
             ClusterError: Ray could not reserve the devices in time.
         """
-        bundles = reserve(self.spec)
+        bundles = self.reserved = reserve(self.spec)
         placement = self.spec.placement
         for pool in placement.pools:
             views = _views(pool, placement, bundles)

@@ -202,6 +202,8 @@ def test_a_model_that_waits_for_its_weights_holds_none(tmp_path):
     assert hosted.weight_bytes == 0
     with pytest.raises(RolloutError, match="never sent"):
         hosted.require_weights()
+    hosted.allocate()
+    assert hosted.weight_bytes == sum(parameter.nbytes for parameter in qwen2().parameters())  # tied ones count once
 
 
 def test_sleep_frees_the_weights_to_the_byte_and_keeps_parameters_buffers_and_ties():

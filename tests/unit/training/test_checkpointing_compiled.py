@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 from checkpointing_models import SHAPE, assert_same, batch, decoder, packed, qwen2, step
-
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
 from verl_ext_sharding.training import compile_layers

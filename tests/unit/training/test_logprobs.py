@@ -233,6 +233,13 @@ def test_new_numbers_of_rows_of_logits_do_not_compile_anew(compilations):
     assert compilations.frame_count == 2
 
 
+def test_no_tile_is_square_or_of_odd_width():
+    arithmetic = tiles.Arithmetic(advance=tiles.advance, gradient=tiles.gradient, num_elements=2**26)
+    for num_tokens in (1, 5, 100, 8192, 16384, 2**20):
+        assert arithmetic.width(num_tokens) != num_tokens
+        assert arithmetic.width(num_tokens) % 128 == 0
+
+
 def test_a_compiler_that_fails_gives_way_to_the_plain_arithmetic(caplog):
     guarded = tiles._Guarded(tiles.gradient)
 

@@ -81,17 +81,6 @@ def test_tied_embeddings_get_both_shares_of_their_gradient():
     assert_same(model, model(**engine_inputs(sequences())), want)
 
 
-def lora(model, **options):
-    torch.manual_seed(0)
-    model = get_peft_model(
-        model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], **options)
-    )
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    return model
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}],
@@ -121,11 +110,12 @@ def test_padded_batches_shift_their_own_labels():
 
 def test_a_call_without_temperature_is_the_models_own_forward():
     model, samples = tiny_model("qwen2", "eager"), sequences()
-    inputs = {**packed_inputs(samples), "labels": packed_inputs(samples)["input_ids"], "logits_to_keep": 3}
-    inputs.pop("labels")
-    expected_logits = model(**inputs).logits
+    inputs = packed_inputs(samples)
+    expected_logits = model(**inputs, logits_to_keep=3).logits
+    expected_loss = model(**inputs, labels=inputs["input_ids"]).loss
     lm_head.apply(model)
-    assert torch.equal(model(**inputs).logits, expected_logits)
+    assert torch.equal(model(**inputs, logits_to_keep=3).logits, expected_logits)
+    assert torch.equal(model(**inputs, labels=inputs["input_ids"]).loss, expected_loss)
     prompt = samples[0][None]
     assert model.eval().generate(prompt, max_new_tokens=2, pad_token_id=0).shape == (1, len(samples[0]) + 2)
 

@@ -1,4 +1,4 @@
-"""Log-probs out of a model that FSDP2 has sharded the way verl does: the head by itself, or tied and in the root."""
+"""Log-probs out of a packed model that FSDP2 has sharded the way verl does: the head by itself, or tied and in the root."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from verl_ext_sharding.training import lm_head
+from verl_ext_sharding.training import attention, lm_head
 
 NUM_RANKS = 2
 
 
 def build(tied):
+    attention.register()
     torch.manual_seed(0)
     config = CONFIGS["qwen2"]()
     config.tie_word_embeddings = tied
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa_packed")
     lm_head.apply(model)
     return model
 
@@ -52,7 +53,7 @@ def check(rank, store, tied):
 
     sharded = build(tied)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    options = {"mesh": mesh, "reshard_after_forward": True, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=True)}
+    options = {"mesh": mesh, "reshard_after_forward": True, "mp_policy": MixedPrecisionPolicy(torch.float32)}
     parts = list(sharded.model.layers) + ([] if tied else [sharded.model.embed_tokens, sharded.lm_head])
     for module in (*parts, sharded):
         fully_shard(module, **options)

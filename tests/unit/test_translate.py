@@ -1,0 +1,338 @@
+"""From the `sharding` block to verl's own keys: every key acts, or is refused by its name."""
+
+import copy
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_ext_sharding.config.changes import apply_changes
+from verl_ext_sharding.config.facts import job_facts
+from verl_ext_sharding.config.schema import CheckpointingConfig, ShardingConfig
+from verl_ext_sharding.config.translate import request_of, translate, values_of
+from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.placement.bundles import place
+
+ROLES = ("actor", "rollout", "ref", "critic", "reward", "teacher")
+ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
+
+
+@pytest.fixture(scope="module")
+def everything(compose):
+    """A job with every role, resolved by nobody yet."""
+    return compose(
+        "algorithm.use_kl_in_reward=True",
+        "reward.reward_model.enable=True",
+        "distillation.enabled=True",
+        "distillation.nnodes=1",
+        "actor_rollout_ref.rollout.name=vllm",
+        "trainer.n_gpus_per_node=4",
+    )
+
+
+def requested(key, value):
+    block = value
+    for name in reversed(key.split(".")[1:]):
+        block = {name: block}
+    return ShardingConfig.parse(block)
+
+
+_read = {}
+"""Facts and values of configs that don't change, by identity: reading them is what takes time."""
+
+
+def translated(request, config, explicit=()):
+    if id(config) not in _read:
+        _read[id(config)] = config, job_facts(config), values_of(config)
+    _, facts, values = _read[id(config)]
+    placement = place({role: getattr(request.roles, role).devices for role in ROLES}, facts)
+    return translate(request, facts, placement, values, explicit)
+
+
+def new_values(key, value, config):
+    return {change.key: change.new for change in translated(requested(key, value), config) if change.why == key}
+
+
+def refusal(key, value, config):
+    with pytest.raises(ConfigError) as caught:
+        translated(requested(key, value), config)
+    return caught.value
+
+
+# What has a key in verl
+
+
+def engine(role):
+    return {"actor": f"{ACTOR}.fsdp_config", "ref": f"{REF}.fsdp_config", "critic": "critic.fsdp"}[role]
+
+
+@pytest.mark.parametrize("role", ["actor", "ref", "critic"])
+@pytest.mark.parametrize(("dtype", "verls"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")])
+def test_dtypes_become_the_names_of_verl(role, dtype, verls, everything):
+    assert new_values(f"sharding.roles.{role}.dtype", dtype, everything) == {f"{engine(role)}.model_dtype": verls}
+    precision = {"param_dtype": verls, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    compute = new_values(f"sharding.roles.{role}.compute_dtype", dtype, everything)
+    assert compute == {f"{engine(role)}.mixed_precision": precision}
+
+
+@pytest.mark.parametrize(("role", "model"), [("actor", "actor_rollout_ref.model"), ("critic", "critic.model")])
+@pytest.mark.parametrize("value", [True, False])
+def test_checkpointing_switches_the_models_own_key(role, model, value, everything):
+    key = f"sharding.roles.{role}.gradient_checkpointing"
+    assert new_values(key, value, everything) == {f"{model}.enable_gradient_checkpointing": value}
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("value", [True, False])
+def test_offload_switches_the_engines_own_keys(role, value, everything):
+    offload = f"sharding.roles.{role}.offload"
+    assert new_values(f"{offload}.params", value, everything) == {f"{engine(role)}.param_offload": value}
+    assert new_values(f"{offload}.optimizer", value, everything) == {f"{engine(role)}.optimizer_offload": value}
+
+
+@pytest.mark.parametrize(
+    ("role", "keys"),
+    [
+        (
+            "actor",
+            {
+                f"{ACTOR}.use_dynamic_bsz": False,
+                f"{ROLLOUT}.log_prob_use_dynamic_bsz": False,
+                f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2,
+                f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 2,
+            },
+        ),
+        ("ref", {f"{REF}.log_prob_use_dynamic_bsz": False, f"{REF}.log_prob_micro_batch_size_per_gpu": 2}),
+        (
+            "critic",
+            {
+                "critic.fsdp.use_dynamic_bsz": False,
+                "critic.fsdp.micro_batch_size_per_gpu": 2,
+                "critic.fsdp.infer_micro_batch_size_per_gpu": 2,
+            },
+        ),
+    ],
+)
+def test_a_micro_batch_sets_all_keys_that_its_role_reads_and_switches_token_budgets_off(role, keys, everything):
+    assert new_values(f"sharding.roles.{role}.micro_batch_size", 2, everything) == keys
+
+
+@pytest.mark.parametrize(
+    ("role", "keys"),
+    [
+        (
+            "actor",
+            {
+                f"{ACTOR}.use_dynamic_bsz": True,
+                f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
+                f"{ACTOR}.ppo_max_token_len_per_gpu": 4096,
+                f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 4096,
+            },
+        ),
+        ("ref", {f"{REF}.log_prob_use_dynamic_bsz": True, f"{REF}.log_prob_max_token_len_per_gpu": 4096}),
+        ("critic", {"critic.fsdp.use_dynamic_bsz": True, "critic.ppo_infer_max_token_len_per_gpu": 4096}),
+    ],
+)
+def test_a_token_budget_sets_all_keys_that_its_role_reads_and_switches_it_on(role, keys, everything):
+    assert new_values(f"sharding.roles.{role}.max_tokens", 4096, everything) == keys
+
+
+@pytest.mark.parametrize("role", ["actor", "ref", "critic"])
+def test_samples_and_tokens_at_once_are_refused(role, everything):
+    request = ShardingConfig.parse({"roles": {role: {"micro_batch_size": 2, "max_tokens": 4096}}})
+    with pytest.raises(ConfigError) as caught:
+        translated(request, everything)
+    assert caught.value.subject == f"sharding.roles.{role}"
+    for key in ("micro_batch_size", "max_tokens"):
+        assert f"sharding.roles.{role}.{key}" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "keys"),
+    [
+        ("batch_size", 8, {f"{ROLLOUT}.max_num_seqs": 8}),
+        ("max_new_tokens", 64, {"data.max_response_length": 64, f"{ROLLOUT}.response_length": 64}),
+        ("gpu_memory_utilization", 0.25, {f"{ROLLOUT}.gpu_memory_utilization": 0.25}),
+    ],
+)
+def test_limits_of_rollout_set_verls_keys(limit, value, keys, everything):
+    assert new_values(f"sharding.roles.rollout.{limit}", value, everything) == keys
+
+
+def test_a_request_for_nothing_changes_nothing(compose):
+    assert translated(ShardingConfig(), compose()) == []
+
+
+# Pools of servers
+
+
+@pytest.mark.parametrize(("devices", "apart"), [([2, 3], True), ([1, 2], False)])
+def test_the_reward_models_pool_is_its_own_where_the_actor_is_not(devices, apart, everything):
+    request = ShardingConfig.parse({"roles": {"actor": {"devices": [0, 1]}, "reward": {"devices": devices}}})
+    changes = {change.key: change.new for change in translated(request, everything)}
+    assert changes["reward.reward_model.enable_resource_pool"] is apart
+    assert changes["reward.reward_model.nnodes"] == 1
+    assert changes["reward.reward_model.n_gpus_per_node"] == 2
+
+
+def test_the_teachers_pool_has_the_size_of_its_list(everything):
+    request = ShardingConfig.parse({"roles": {"teacher": {"devices": [0, 1, 3]}}})
+    changes = {change.key: change.new for change in translated(request, everything)}
+    assert changes["distillation.nnodes"] == 1
+    assert changes["distillation.n_gpus_per_node"] == 3
+
+
+@pytest.mark.parametrize(("per_node", "tensor", "expected"), [(2, 4, 2), (2, 2, None), (4, 8, 4), (4, 4, None)])
+def test_a_rollout_server_across_nodes_is_told_how_many_ranks_a_node_has(per_node, tensor, expected, compose):
+    config = compose("trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size={tensor}", "trainer.n_gpus_per_node=8")
+    devices = {f"node{node}": list(range(per_node)) for node in range(2)}
+    request = ShardingConfig.parse({"roles": {"actor": {"devices": devices}}})
+    changes = {change.key: change.new for change in translated(request, config)}
+    assert changes.get(f"{ROLLOUT}.n_gpus_per_node") == expected
+
+
+# Nothing is skipped silently
+
+
+SAMPLES = [True, False, 2, 0.25, "auto", "off", "report", "fsdp", "device_map", "float16", "sdpa", "fused", "full", [1]]
+SAMPLES += ["mask", "error", "cpu", CheckpointingConfig()]
+ACT_ELSEWHERE = ("sharding.placement.", "sharding.communication.")
+ALREADY_SO = {
+    "sharding.fit": ["off", False],
+    "sharding.roles.actor.layout": ["fsdp"],
+    "sharding.roles.critic.layout": ["fsdp"],
+    "sharding.roles.ref.layout": ["fsdp"],
+    "sharding.roles.ref.logits": ["full"],
+    "sharding.roles.ref.gradient_checkpointing": [False],
+    "sharding.roles.ref.offload.params": [True],
+}
+"""Values that ask for what happens anyway, without any key of verl."""
+
+
+def names_of_keys():
+    keys = []
+    stack = [("sharding", ShardingConfig())]
+    while stack:
+        path, config = stack.pop()
+        for name, value in vars(config).items():
+            if hasattr(value, "__dataclass_fields__"):
+                stack.append((f"{path}.{name}", value))
+            else:
+                keys.append(f"{path}.{name}")
+    return sorted(keys)
+
+
+@pytest.mark.parametrize("key", names_of_keys())
+def test_each_key_sets_a_key_of_verl_or_acts_on_placement_or_is_refused_by_its_name(key, everything):
+    tried = 0
+    for sample in SAMPLES:
+        block = {"policy": "full"} if isinstance(sample, CheckpointingConfig) else sample
+        try:
+            request = requested(key, block)
+        except ConfigError:
+            continue  # not a value of this key
+        if key not in request.changed():
+            continue
+        tried += 1
+        try:
+            changes = translated(request, everything)
+        except ConfigError as error:
+            assert error.subject == key, sample
+            assert sample not in ALREADY_SO.get(key, [])
+            continue
+        acts = key.endswith(".devices") or key.startswith(ACT_ELSEWHERE) or sample in ALREADY_SO.get(key, [])
+        assert acts or any(change.why == key for change in changes), f"{key}={sample} was skipped"
+    assert tried, f"no sample is a value of {key}"
+
+
+@pytest.mark.parametrize("role", ["reward", "teacher"])
+def test_settings_that_only_a_trained_role_has_are_refused_for_servers(role, everything):
+    for setting, value in (("dtype", "bfloat16"), ("layout", "fsdp"), ("micro_batch_size", 2)):
+        error = refusal(f"sharding.roles.{role}.{setting}", value, everything)
+        assert error.subject == f"sharding.roles.{role}.{setting}"
+        assert error.remedy == f"remove sharding.roles.{role}.{setting}"
+
+
+@pytest.mark.parametrize("role", ["ref", "critic"])
+def test_settings_for_a_role_that_the_job_has_not_are_refused(role, compose):
+    error = refusal(f"sharding.roles.{role}.dtype", "bfloat16", compose("algorithm.adv_estimator=grpo"))
+    assert error.subject == f"sharding.roles.{role}"
+    assert role in error.expected
+
+
+def test_with_lora_settings_of_the_reference_are_refused_since_the_actor_computes_it(compose):
+    config = compose("algorithm.use_kl_in_reward=True", "actor_rollout_ref.model.lora_rank=8")
+    assert "LoRA" in refusal("sharding.roles.ref.micro_batch_size", 2, config).expected
+
+
+def test_memory_settings_of_another_engine_are_refused_with_its_name(compose):
+    error = refusal("sharding.roles.actor.dtype", "bfloat16", compose("model_engine=megatron"))
+    assert error.subject == "sharding.roles.actor"
+    assert "megatron" in error.found
+    assert "fsdp2" in error.remedy
+
+
+def test_devices_can_be_set_for_any_engine(compose):
+    config = compose("model_engine=megatron")
+    assert translated(ShardingConfig.parse({"roles": {"critic": {"devices": [0]}}}), config) == []
+
+
+# Against what the user wrote
+
+
+CLASHES = [
+    ("sharding.roles.critic.dtype", "bfloat16", "critic.fsdp.model_dtype", "fp32"),
+    ("sharding.roles.actor.compute_dtype", "float16", f"{ACTOR}.fsdp_config.mixed_precision", "{param_dtype:bf16}"),
+    ("sharding.roles.actor.gradient_checkpointing", False, "actor_rollout_ref.model.enable_gradient_checkpointing", "true"),
+    ("sharding.roles.critic.offload.params", True, "critic.fsdp.param_offload", "false"),
+    ("sharding.roles.critic.offload.optimizer", True, "critic.fsdp.optimizer_offload", "false"),
+    ("sharding.roles.ref.micro_batch_size", 4, f"{REF}.log_prob_micro_batch_size_per_gpu", "8"),
+    ("sharding.roles.actor.micro_batch_size", 4, f"{ACTOR}.use_dynamic_bsz", "true"),
+    ("sharding.roles.actor.max_tokens", 4096, f"{ROLLOUT}.log_prob_use_dynamic_bsz", "false"),
+    ("sharding.roles.critic.max_tokens", 4096, "critic.ppo_infer_max_token_len_per_gpu", "8192"),
+    ("sharding.roles.rollout.batch_size", 8, f"{ROLLOUT}.max_num_seqs", "16"),
+    ("sharding.roles.rollout.max_new_tokens", 64, "data.max_response_length", "128"),
+]
+
+
+def applied(key, value, written, everything):
+    config = copy.deepcopy(everything)
+    for name, text in written.items():
+        OmegaConf.update(config, name, OmegaConf.from_dotlist([f"x={text}"]).x, force_add=True)
+    explicit = {name: str(text) for name, text in written.items()}
+    apply_changes(config, translated(requested(key, value), config, explicit), explicit)
+    return config
+
+
+@pytest.mark.parametrize(("key", "value", "verls", "written"), CLASHES)
+def test_another_value_for_verls_key_on_the_command_line_is_refused_and_both_are_named(
+    key, value, verls, written, everything
+):
+    with pytest.raises(ConfigError) as caught:
+        applied(key, value, {verls: written}, everything)
+    assert verls in str(caught.value)
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value", "verls", "_"), CLASHES)
+def test_the_same_value_for_verls_key_on_the_command_line_is_fine(key, value, verls, _, everything):
+    wanted = new_values(key, value, everything)[verls]
+    text = str(wanted).replace("'", "").lower() if isinstance(wanted, bool | dict) else wanted
+    config = applied(key, value, {verls: text}, everything)
+    assert OmegaConf.to_container(OmegaConf.create({"x": OmegaConf.select(config, verls)}))["x"] == wanted
+
+
+# Reading a config
+
+
+def test_values_are_read_by_dotted_key_with_references_resolved():
+    config = OmegaConf.create({"a": {"b": 1, "c": "${a.b}", "d": [1, 2], "e": "???", "f": None}, "g": {}})
+    assert values_of(config) == {"a.b": 1, "a.c": 1, "a.e": None, "a.f": None}
+
+
+def test_a_config_without_our_block_asks_for_nothing():
+    assert request_of(OmegaConf.create({"trainer": {}})) == ShardingConfig()
+
+
+def test_the_request_resolves_references():
+    config = OmegaConf.create({"n": [1], "sharding": {"roles": {"critic": {"devices": "${n}"}}}})
+    assert request_of(config).roles.critic.devices == [1]

@@ -1,0 +1,118 @@
+"""Runs that can't go on: they end with the reason, soon, and leave no process behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.verl import harness
+from tests.verl.conftest import placed
+
+pytestmark = pytest.mark.verl
+
+
+@pytest.fixture(scope="module")
+def broken_critic(tmp_path_factory):
+    """The critic's weights can't be read: its worker fails while it is set up."""
+    folder = tmp_path_factory.mktemp("broken")
+    critic = folder / "critic"
+    shutil.copytree(harness.files().critic, critic)
+    (critic / "model.safetensors").write_bytes(b"not a model")
+    lines = [line for line in harness.base_overrides(1) if not line.startswith("critic.model.path")]
+    before = _ray_processes()
+    job = harness.run_trainer(folder, [*lines, *placed(actor=[0], critic=[2]), f"critic.model.path={critic}"])
+    return job, _new_processes(before)
+
+
+def test_a_worker_that_fails_in_set_up_ends_the_run_with_its_reason(broken_critic):
+    job, _ = broken_critic
+    assert job.code != 0
+    assert "safetensors" in job.output.lower()
+    assert "please install trl" not in job.output
+
+
+def test_a_failed_run_leaves_no_process_behind(broken_critic):
+    _, left = broken_critic
+    assert left == []
+
+
+@pytest.fixture(scope="module")
+def interrupted_demo(tmp_path_factory):
+    """`verl-sharding demo`, interrupted while its workers start."""
+    cache = tmp_path_factory.mktemp("cache")
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+    before = _ray_processes()
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "verl_ext_sharding.cli.main", "demo", "--device", "cpu", "--verbose"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    seen = []
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        seen.append(line)
+        if "starting workers and loading models" in line:
+            break
+    else:
+        pytest.fail("the demo ended before its workers started: " + "".join(seen[-30:]))
+    started = {p.pid for p in psutil.Process(demo.pid).children(recursive=True)}
+    demo.send_signal(signal.SIGINT)
+    rest, _ = demo.communicate(timeout=120)
+    result = demo.returncode, rest, started, _new_processes(before), bystander.poll()
+    bystander.kill()
+    bystander.wait()
+    return result
+
+
+def test_an_interrupted_demo_says_so_and_exits_with_130(interrupted_demo):
+    code, output, _, _, _ = interrupted_demo
+    assert code == 130
+    assert "stopped" in output
+
+
+def test_an_interrupted_demo_ends_every_process_that_it_started(interrupted_demo):
+    _, _, started, left, _ = interrupted_demo
+    assert len(started) > 5
+    assert left == []
+    assert [pid for pid in started if psutil.pid_exists(pid) and _is_alive(pid)] == []
+
+
+def test_an_interrupted_demo_ends_no_other_process(interrupted_demo):
+    assert interrupted_demo[4] is None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _ray_processes() -> set[int]:
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        text = " ".join(process.info["cmdline"] or [])
+        if "ray::" in text or "raylet" in text or "gcs_server" in text:
+            found.add(process.pid)
+    return found
+
+
+def _new_processes(before: set[int]) -> list[int]:
+    """Ray processes that were not there before, once they had time to end."""
+    for _ in range(60):
+        left = [pid for pid in _ray_processes() - before if _is_alive(pid)]
+        if not left:
+            return []
+        time.sleep(0.5)
+    return left

@@ -1,0 +1,134 @@
+"""Runs inside a process that is connected to the simulated cluster; see test_two_nodes.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+
+from verl_ext_sharding import cluster, envs
+from verl_ext_sharding.config.schema import CommunicationConfig
+from verl_ext_sharding.config.spec import RunSpec
+from verl_ext_sharding.errors import ShardingError
+from verl_ext_sharding.patch_points import worker_group
+from verl_ext_sharding.patching import apply
+from verl_ext_sharding.placement import checks
+from verl_ext_sharding.placement.bundles import Placement, Promise, place
+from verl_ext_sharding.placement.job import EngineFacts, JobFacts
+
+
+def run(job: dict[str, Any], num_nodes: int) -> dict[str, Any]:
+    """Places the roles of a job on the cluster and says where their workers are."""
+    if "check" in job:
+        return _check(job["check"])
+    facts = _facts(num_nodes, 2)
+    placement = place(job, facts)
+    for spec in worker_group.SPECS:
+        apply(spec)
+    run_spec = RunSpec(placement=placement, bundle_cpus=3, timeout_s=60)
+    workers, manager = _start(run_spec)
+    answers = {role: ray.get([w.where.remote() for w in group.workers]) for role, group in workers.items()}
+    nodes = [bundle.promise.node_id for bundle in manager.reserved.values()][::2]
+    result = {"workers": answers, "nodes": nodes, **_parity(run_spec)}
+    _free(workers, manager)
+    uneven = place({"actor": {"node0": [0, 1], "node1": [1]}, "critic": [0], "ref": [0]}, facts)
+    workers, manager = _start(RunSpec(placement=uneven, bundle_cpus=3, timeout_s=60))
+    result["uneven"] = ray.get([w.where.remote() for w in workers["actor"].workers])
+    result |= _not_reserved(placement)
+    _free(workers, manager)
+    result["free_after"] = _settled_gpus()
+    return result
+
+
+def _facts(num_nodes: int, devices: int) -> JobFacts:
+    engines = {role: EngineFacts(strategy="fsdp2") for role in ("actor", "ref", "critic")}
+    return JobFacts(num_nodes=num_nodes, devices_per_node=devices, engines=engines)
+
+
+def _start(spec: RunSpec) -> tuple[dict[str, Any], Any]:
+    from verl.single_controller.base import Worker
+    from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+
+    from verl_ext_sharding.workers.pools import BundlePoolManager
+
+    class Probe(Worker):
+        def where(self) -> dict[str, Any]:
+            promise = Promise.from_json(os.environ[envs.BUNDLE])
+            context = ray.get_runtime_context()
+            return {
+                "node_id": context.get_node_id(),
+                "accelerator_id": context.get_accelerator_ids()["GPU"][0],
+                "device": promise.device,
+                "rank": os.environ["RANK"],
+                "world_size": os.environ["WORLD_SIZE"],
+                "local_world_size": os.environ["RAY_LOCAL_WORLD_SIZE"],
+            }
+
+    manager = BundlePoolManager(spec, {}, finalize=lambda: None)
+    manager.create_resource_pool()
+    groups = {
+        pool.roles[0]: RayWorkerGroup(
+            resource_pool=manager.resource_pool_dict[pool.name], ray_cls_with_init=RayClassWithInitArgs(ray.remote(Probe))
+        )
+        for pool in spec.placement.pools
+    }
+    return groups, manager
+
+
+def _free(workers: dict[str, Any], manager: Any) -> None:
+    for group in workers.values():
+        for worker in group.workers:
+            ray.kill(worker)
+    for group in {bundle.group.id: bundle.group for bundle in manager.reserved.values()}.values():
+        ray.util.remove_placement_group(group)
+
+
+def _parity(spec: RunSpec) -> dict[str, Any]:
+    env_vars = {envs.SPEC: spec.to_json()}
+    try:
+        cluster.inspect_nodes(spec, env_vars, CommunicationConfig(), {})
+        found = {"parity": "equal"}
+    except ShardingError as error:
+        found = {"parity": str(error)}
+    stock = cluster.ledger.parity
+    cluster.ledger.parity = lambda: {**stock(), "release:verl": "0.0.0"}
+    try:
+        cluster.inspect_nodes(spec, env_vars, CommunicationConfig(), {})
+        found["other_code"] = "not noticed"
+    except ShardingError as error:
+        found["other_code"] = str(error)
+    finally:
+        cluster.ledger.parity = stock
+    return found
+
+
+def _not_reserved(placement: Placement) -> dict[str, str]:
+    """The devices are taken already, so a second reservation can't be made."""
+    from verl_ext_sharding.workers.pools import reserve
+
+    try:
+        reserve(RunSpec(placement=placement, bundle_cpus=3, timeout_s=3))
+    except ShardingError as error:
+        return {"not_reserved": str(error)}
+    return {"not_reserved": "reserved twice"}
+
+
+def _settled_gpus() -> float:
+    import time
+
+    for _ in range(60):
+        free = sum(node.num_devices for node in cluster.free_resources())
+        if free == 4:
+            break
+        time.sleep(0.5)
+    return free
+
+
+def _check(check: dict[str, int]) -> dict[str, Any]:
+    facts = _facts(check["nodes"], check["devices"])
+    try:
+        checks.check_cluster(place({}, facts), facts, cluster.free_resources())
+    except ShardingError as error:
+        print(error)
+    return {}
