@@ -25,7 +25,9 @@ NOT_COMPARED = (
     "agent_loop",
     "global_seqlen",  # of each data-parallel rank, whose number differs
     "rollout_probs_diff",  # rounding itself
-    "rollout_corr/chi2",  # rounding, squared
+    "rollout_corr/chi2",  # differences of rollout and actor log-probs: rounding again
+    "rollout_corr/log_ppl_",
+    "rollout_corr/kl",
     "critic/vpred_mean",  # mean over micro-batches of means over tokens: depends on how samples are grouped
 )
 

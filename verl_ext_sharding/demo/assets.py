@@ -33,7 +33,7 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 @dataclass(kw_only=True, frozen=True)
 class TinyModel:
-    """Shape of the model. The vocabulary is the 256 bytes and three special tokens, padded to a multiple of 64."""
+    """Shape of the model. `vocab_size` None: the 256 bytes and the special tokens, padded to a multiple of 64."""
 
     architecture: str = "qwen2"
     hidden_size: int = 64
@@ -42,6 +42,7 @@ class TinyModel:
     num_kv_heads: int = 2
     intermediate_size: int = 128
     tied: bool = False
+    vocab_size: int | None = None
     seed: int = 0
 
 
@@ -100,7 +101,7 @@ def _write_models(folder: Path, model: TinyModel) -> None:
     tokenizer = _tokenizer()
     config = AutoConfig.for_model(
         model.architecture,
-        vocab_size=(len(tokenizer) + 63) // 64 * 64,
+        vocab_size=model.vocab_size or (len(tokenizer) + 63) // 64 * 64,
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
         num_hidden_layers=model.num_layers,

@@ -63,11 +63,11 @@ class GenerationEngine:
         self._static = StaticBatch(model, rules)
         self._condition = threading.Condition()
         self._waiting: deque[Row] = deque()
-        self._static_rows: list[Row] = []
+        self._taken: list[Row] = []  # out of the queue, and not (yet) in a running batch
         self._calls: deque[_Call] = deque()
         self._abort_ids: set[str] = set()
         self._abort_all = False
-        self._static_aborted: list[str] = []
+        self._aborted_ids: list[str] = []
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="hf-generation", daemon=True)
         self._thread.start()
@@ -116,7 +116,7 @@ class GenerationEngine:
                 self._abort_all = True
             else:
                 self._abort_ids.update(request_ids)
-        return self.call(self._abort_now)
+            return self.call(self._abort_now)
 
     def drop_cache(self) -> None:
         """Frees the key-value buffers unless rows are running. To be used through `call`."""
@@ -164,10 +164,10 @@ class GenerationEngine:
         with self._condition:
             count = self._merging.admit(tuple(self._waiting)) if self._waiting else 0
             entering = [self._waiting.popleft() for _ in range(count)]
-            self._static_rows = entering  # named by `abort` and `_fail` until the batch holds them
+            self._taken = entering
         if entering:
             self._resolve(self._merging.prefill(entering))
-            self._static_rows = []
+            self._taken = []
         if self._merging.rows:
             self._resolve(self._merging.step())
 
@@ -177,14 +177,14 @@ class GenerationEngine:
             rows = self._same_length()
             for row in rows:
                 self._waiting.remove(row)
-            self._static_rows = rows
-            self._static_aborted = []
+            self._taken = rows
+            self._aborted_ids = []
         self._static.run(rows, aborted=self._is_aborted, done=self._static_done)
-        self._static_rows = []
+        self._taken = []
 
     def _static_done(self, row: Row) -> None:
         if row.stop_reason == ABORTED:
-            self._static_aborted.append(row.request_id)
+            self._aborted_ids.append(row.request_id)
         self._resolve([row])
 
     def _same_length(self) -> list[Row]:
@@ -216,7 +216,7 @@ class GenerationEngine:
             running = self._merging.remove([row for row in self._merging.rows if self._is_aborted(row)])
             self._abort_all = False
             self._abort_ids.clear()
-            ended, self._static_aborted = self._static_aborted, []
+            ended, self._aborted_ids = self._aborted_ids, []
         for row in (*running, *waiting):
             row.stop_reason = ABORTED
         self._resolve((*running, *waiting))
@@ -229,7 +229,7 @@ class GenerationEngine:
             self._merging.remove([row for row in self._merging.rows if row.future.cancelled()])
 
     def _unfinished(self) -> list[Row]:
-        rows = (*self._merging.rows, *self._static_rows, *self._waiting)
+        rows = (*self._merging.rows, *self._taken, *self._waiting)
         return [row for row in rows if row.stop_reason is None]
 
     def _resolve(self, rows: Sequence[Row]) -> None:
@@ -239,9 +239,9 @@ class GenerationEngine:
     def _fail(self, error: BaseException) -> None:
         """Gives the error to every request, running or waiting, and empties the batch."""
         with self._condition:
-            rows = (*self._merging.rows, *self._static_rows, *self._waiting)
+            rows = (*self._merging.rows, *self._taken, *self._waiting)
             self._waiting.clear()
-            self._static_rows = []
+            self._taken = []
             self._merging.clear()
         for row in rows:
             _settle(row.future, row.future.set_exception, error)
@@ -255,6 +255,8 @@ class _Call:
         self._function, self._args = function, args
 
     def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
         try:
             self.future.set_result(self._function(*self._args))
         except BaseException as error:

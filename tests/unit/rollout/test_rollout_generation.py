@@ -218,6 +218,20 @@ def test_logits_that_are_not_finite_are_an_error_not_a_token(model, serve):
         generate(serve(model), [row(prompt(4))])
 
 
+def test_a_call_whose_caller_left_is_dropped_and_an_error_in_a_call_is_its_own(serve):
+    model = qwen2()
+    held = Held(model, forward=2)
+    target = serve(model)
+    running = target.submit(row(prompt(4)))
+    held.wait()
+    left, failing = target.call(_raise), target.call(_raise)
+    assert left.cancel()
+    held.release()
+    with pytest.raises(RuntimeError, match="out of something"):
+        failing.result(timeout=30)
+    assert len(running.result(timeout=30).token_ids) == 12
+
+
 def test_a_closed_engine_fails_what_it_held_and_refuses_more(serve):
     target = engine(qwen2(), max_num_seqs=1)
     held = [target.submit(row(prompt(4, index), max_tokens=MAX_LEN - 4)) for index in range(2)]

@@ -1,0 +1,251 @@
+"""PPO of verl on GPUs, roles placed in several ways: devices read back, peak memory, step time by phase.
+
+    python benchmarks/placement_on_gpus.py                      # every layout that fits the GPUs there are
+    python benchmarks/placement_on_gpus.py --layouts split,hf --model 1.5B --steps 3
+
+A random Qwen2 of a real shape (nothing is downloaded), a rule reward, one job after the other (`--parallel`: all at
+once, which only makes sense where every layout is to be seen working, not timed). One table last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from importlib import util
+from pathlib import Path
+
+from verl_ext_sharding.demo import assets
+from verl_ext_sharding.monitor import events
+
+SHAPES = {
+    "tiny": {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 512},
+    "0.5B": {
+        "hidden_size": 896,
+        "num_layers": 24,
+        "num_heads": 14,
+        "num_kv_heads": 2,
+        "intermediate_size": 4864,
+        "tied": True,
+    },
+    "1.5B": {
+        "hidden_size": 1536,
+        "num_layers": 28,
+        "num_heads": 12,
+        "num_kv_heads": 2,
+        "intermediate_size": 8960,
+        "tied": True,
+    },
+}
+
+LAYOUTS = {
+    "colocated": {},
+    "split": {"actor": [0], "critic": [1], "ref": [1]},
+    "overlap": {"actor": [0, 1], "critic": [1], "ref": [0]},
+    "one": {"actor": [0], "critic": [0], "ref": [0]},
+    "hf": {"actor": [0], "critic": [0], "ref": [0]},
+}
+PHASES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights")
+
+
+def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Namespace) -> list[str]:
+    """verl's overrides for one layout."""
+    lines = [
+        "trainer.plugin=sharding",
+        "trainer.nnodes=1",
+        f"trainer.n_gpus_per_node={gpus}",
+        f"trainer.total_training_steps={args.steps}",
+        "trainer.logger=[console,file]",
+        "trainer.val_before_train=False",
+        "trainer.resume_mode=disable",
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=True",
+        f"data.train_files={files.train_files}",
+        f"data.val_files={files.val_files}",
+        "data.seed=0",
+        f"data.train_batch_size={args.batch}",
+        "data.max_prompt_length=64",
+        f"data.max_response_length={args.response}",
+        "data.dataloader_num_workers=0",
+        f"actor_rollout_ref.model.path={files.model}",
+        f"critic.model.path={files.critic}",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "critic.strategy=fsdp2",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={args.batch}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+        "actor_rollout_ref.ref.fsdp_config.use_torch_compile=False",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={args.gpu_memory_utilization}",
+        "actor_rollout_ref.rollout.enforce_eager=True",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "reward.num_workers=1",
+        f"reward.custom_reward_function.path={files.reward}",
+        f"actor_rollout_ref.rollout.name={'hf' if layout == 'hf' or not util.find_spec('vllm') else 'vllm'}",
+    ]
+    if util.find_spec("flash_attn") is None:
+        for model in ("actor_rollout_ref.model", "critic.model"):
+            lines += [f"+{model}.override_config.attn_implementation=sdpa", f"{model}.use_remove_padding=False"]
+    lines += [f"sharding.roles.{role}.devices={devices}".replace(" ", "") for role, devices in LAYOUTS[layout].items()]
+    return lines + args.overrides
+
+
+class Run:
+    """One job in a process of its own."""
+
+    def __init__(self, layout: str, folder: Path, lines: list[str]) -> None:
+        self.layout, self.log = layout, folder / "output.log"
+        self.metrics = folder / "metrics.jsonl"
+        env = {
+            **os.environ,
+            "VERL_SHARDING_EVENTS": "1",
+            "RAY_DEDUP_LOGS": "0",
+            "VERL_FILE_LOGGER_PATH": str(self.metrics),
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines]
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env=env, cwd=folder
+        )
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits, and ends the job when it takes too long."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.wall_s = time.monotonic() - self.started
+
+    def row(self) -> dict[str, str]:
+        """What the table says of this job."""
+        text = self.log.read_text(errors="replace")
+        found = [event for line in text.splitlines() if (event := events.parse(line))]
+        rows = [row for event in found if event["event"] == "placement" for row in event["rows"]]
+        roles = {role: [r["accelerator"] for r in rows if r["role"] == role] for role in {r["role"] for r in rows}}
+        steps = (
+            [json.loads(line)["data"] for line in self.metrics.read_text().splitlines()]
+            if self.metrics.exists()
+            else []
+        )
+        last = steps[-1] if steps else {}
+        peak = {name.split("/")[0]: value for name, value in last.items() if name.endswith("max_memory_allocated_gb")}
+        return {
+            "layout": self.layout,
+            "exit": str(self.process.returncode),
+            "devices read back": " ".join(f"{role}:{','.join(ids)}" for role, ids in sorted(roles.items())),
+            "steps": str(len(steps)),
+            "step s": f"{last['timing_s/step']:.1f}" if last else "n/a",
+            "phases s": " ".join(f"{p}:{last[f'timing_s/{p}']:.1f}" for p in PHASES if f"timing_s/{p}" in last)
+            or "n/a",
+            "peak GiB by role": " ".join(f"{role}:{gib:.1f}" for role, gib in peak.items()) or "n/a",
+            "prob diff max": f"{last.get('training/rollout_probs_diff_max', float('nan')):.1e}",
+            "reward": f"{last.get('critic/score/mean', float('nan')):.3f}",
+            "wall s": f"{self.wall_s:.0f}",
+        }
+
+
+class PeakMemory(threading.Thread):
+    """Peak used memory of each GPU by NVML, sampled."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        import pynvml
+
+        self._nvml = pynvml
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        self.peak_gib = [0.0] * count
+        self._stop_sampling = threading.Event()
+
+    def run(self) -> None:
+        while not self._stop_sampling.wait(0.2):
+            for index, handle in enumerate(self._handles):
+                used = self._nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
+                self.peak_gib[index] = max(self.peak_gib[index], used)
+
+    def stop(self) -> list[float]:
+        """Ends sampling and returns GiB per GPU."""
+        self._stop_sampling.set()
+        self.join()
+        return self.peak_gib
+
+
+def main() -> int:
+    """Runs the layouts and prints the table; exit code 1 when one failed."""
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layouts", help="comma-separated, of " + ", ".join(LAYOUTS))
+    parser.add_argument("--model", choices=SHAPES, default="0.5B")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--response", type=int, default=128)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.2)
+    parser.add_argument("--timeout-s", type=float, default=400)
+    parser.add_argument("--parallel", action="store_true")
+    parser.add_argument("--keep", type=Path, help="folder for the logs")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    fits = [name for name, roles in LAYOUTS.items() if max([d for r in roles.values() for d in r], default=0) < gpus]
+    layouts = args.layouts.split(",") if args.layouts else fits
+    files = assets.build(assets.TinyModel(vocab_size=151936, **SHAPES[args.model]))
+    root = args.keep or Path(tempfile.mkdtemp())
+    rows = []
+    runs = []
+    for layout in layouts:
+        folder = root / layout
+        folder.mkdir(parents=True, exist_ok=True)
+        runs.append(_start(layout, folder, files, gpus, args))
+        if not args.parallel:
+            rows.append(_finish(runs.pop(), args.timeout_s))
+    rows += [_finish(run, args.timeout_s) for run in runs]
+    _print(rows, args, gpus)
+    return int(any(row["exit"] != "0" for row in rows))
+
+
+def _start(layout: str, folder: Path, files: assets.Assets, gpus: int, args: argparse.Namespace) -> tuple:
+    memory = PeakMemory()
+    memory.start()
+    return Run(layout, folder, overrides(layout, files, gpus, args)), memory
+
+
+def _finish(run: tuple, timeout_s: float) -> dict[str, str]:
+    job, memory = run
+    job.wait(timeout_s)
+    row = job.row() | {"peak GiB by GPU (NVML)": " ".join(f"{gib:.1f}" for gib in memory.stop())}
+    if row["exit"] != "0":
+        print("\n".join(job.log.read_text(errors="replace").splitlines()[-40:]))
+    return row
+
+
+def _print(rows: list[dict[str, str]], args: argparse.Namespace, gpus: int) -> None:
+    import torch
+
+    from verl_ext_sharding import versions
+
+    names = ("verl", "torch", "vllm", "transformers", "ray")
+    print(
+        f"\n{gpus} x {torch.cuda.get_device_name()}, model {args.model}, batch {args.batch}, response {args.response}"
+    )
+    print(", ".join(f"{name} {versions.installed(name)}" for name in names))
+    for row in rows:
+        print(f"\n{row['layout']}")
+        for name, value in row.items():
+            if name != "layout":
+                print(f"  {name:24} {value}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""`trainer.plugin` and the `sharding` group are part of verl's own config, without `+`, wherever verl's config is used."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_ext_sharding import driver, envs
+from verl_ext_sharding.config.schema import ShardingConfig
+from verl_ext_sharding.errors import ConfigError
+
+ASKED = "trainer.plugin=sharding"
+CRITIC = "sharding.roles.critic.devices=[1]"
+PKG = "pkg://verl.trainer.config"
+
+
+def run(*arguments, **environment):
+    """Runs Python in a process of its own, so that the plugin comes in through verl's entry point."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments], env={**env, **environment}, capture_output=True, text=True
+    )
+
+
+def main_ppo(*overrides, **environment):
+    return run("-m", "verl.trainer.main_ppo", *overrides, **environment)
+
+
+def write_recipe(folder, searchpath, own=""):
+    """A recipe with a primary config of its own, which reaches verl's by `hydra.searchpath`."""
+    folder.mkdir()
+    text = f"hydra:\n  searchpath: [{searchpath}]\ndefaults: [ppo_trainer, _self_]\nrecipe: {{alpha: 0.5}}\n{own}"
+    (folder / "my_ppo.yaml").write_text(text)
+    return str(folder)
+
+
+_COMPOSE = """
+import json, sys
+import verl
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+answers = {}
+for name, (folder, config_name, overrides) in json.load(sys.stdin).items():
+    where = initialize_config_dir(folder, version_base=None) if folder else initialize_config_module(
+        "verl.trainer.config", version_base=None)
+    with where:
+        try:
+            config = compose(config_name, overrides=overrides)
+            kept = {key: config[key] for key in ("trainer", "sharding", "recipe") if key in config}
+            answers[name] = {"config": OmegaConf.to_container(OmegaConf.create(kept))}
+        except HydraException as error:
+            answers[name] = {"error": str(error)}
+print("answers", json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory):
+    """Every config of this module, composed by `hydra.compose` in one process that has imported verl."""
+    from importlib import util
+
+    root = tmp_path_factory.mktemp("recipes")
+    verl = next(iter(util.find_spec("verl").submodule_search_locations))
+    by_pkg = write_recipe(root / "by_pkg", PKG)
+    by_file = write_recipe(root / "by_file", f"file://{verl}/trainer/config")
+    own = "trainer: {plugin: sharding}\nsharding: {fit: off, guards: {token_ids: off}, roles: {critic: {devices: 2-3}}}\n"
+    in_yaml = write_recipe(root / "in_yaml", PKG, own)
+    typo = write_recipe(root / "typo", PKG, "sharding: {roles: {critc: {devices: [1]}}}\n")
+    ppo = (None, "ppo_trainer")
+    cases = {
+        "default": (*ppo, []),
+        "ppo": (*ppo, [ASKED, CRITIC]),
+        "megatron file": (None, "ppo_megatron_trainer", [ASKED, CRITIC]),
+        "megatron choice": (*ppo, ["model_engine=megatron", ASKED, CRITIC]),
+        "sft": (None, "sft_trainer_engine", [ASKED, CRITIC]),
+        "recipe by pkg": (by_pkg, "my_ppo", [ASKED, CRITIC]),
+        "recipe by file": (by_file, "my_ppo", [ASKED, CRITIC]),
+        "recipe in yaml": (in_yaml, "my_ppo", []),
+        "split": (*ppo, ["sharding=split"]),
+        "split and more": (*ppo, ["sharding=split", "sharding.roles.ref.devices=[0]"]),
+        "split in recipe": (by_pkg, "my_ppo", ["sharding=split"]),
+        "split in sft": (None, "sft_trainer_engine", ["sharding=split"]),
+        "map": (*ppo, ["sharding.roles.critic.devices={node0:[0,1],node1:[0]}"]),
+        "range": (*ppo, ["sharding.roles.critic.devices=2-3"]),
+        "reference": (*ppo, ["sharding.roles.critic.devices=${sharding.roles.actor.devices}"]),
+        "off": (*ppo, ["sharding.fit=off"]),
+        "checkpointing": (*ppo, ["sharding.roles.critic.gradient_checkpointing={policy:every_n,every:3}"]),
+        "misspelt role": (*ppo, [ASKED, "sharding.roles.critc.devices=[1]"]),
+        "misspelt role in recipe": (by_pkg, "my_ppo", [ASKED, "sharding.roles.critc.devices=[1]"]),
+        "misspelt role in yaml": (typo, "my_ppo", []),
+        "misspelt plugin": (*ppo, ["trainer.plugn=sharding"]),
+        "misspelt plugin in sft": (None, "sft_trainer_engine", ["trainer.plugn=sharding"]),
+        "misspelt trainer": (*ppo, ["trianer.plugin=sharding"]),
+        "misspelt block": (*ppo, ["shardng.fit=off"]),
+        "misspelt choice": (*ppo, ["sharding=splt"]),
+        "added key": (*ppo, ["+sharding.roles.critic.foo=1"]),
+        "added block": (*ppo, ["+sharding.role.critic.devices=[1]"]),
+        "wrong type": (*ppo, ["sharding.roles.critic.micro_batch_size=four"]),
+        "wrong word": (*ppo, ["sharding.fit=aply"]),
+        "out of range": (*ppo, ["sharding.placement.timeout_s=0"]),
+        "key below null": (*ppo, ["sharding.roles.critic.devices.node0=[0]"]),
+        "key below null twice": (*ppo, ["sharding.roles.critic.gradient_checkpointing.policy.x=1"]),
+        "old key": (*ppo, [ASKED, "critic.model.fsdp_config.param_offload=True"]),
+        "someone else's key": (*ppo, [ASKED, "data.no_such_key=1"]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _COMPOSE], input=json.dumps(cases), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.rpartition("answers")[2])
+
+
+# Composed
+
+
+@pytest.mark.parametrize(
+    "case", ["ppo", "megatron file", "megatron choice", "sft", "recipe by pkg", "recipe by file"]
+)
+def test_the_plugin_is_asked_for_without_a_plus(case, composed):
+    config = composed[case]["config"]
+    assert config["trainer"]["plugin"] == "sharding"
+    assert config["sharding"]["roles"]["critic"]["devices"] == [1]
+    assert ShardingConfig.parse(config["sharding"]).changed() == {"sharding.roles.critic.devices": [1]}
+
+
+def test_without_a_word_of_the_user_the_plugin_is_off_and_the_block_is_the_default(composed):
+    config = composed["default"]["config"]
+    assert config["trainer"]["plugin"] is None
+    assert ShardingConfig.parse(config["sharding"]) == ShardingConfig()
+
+
+def test_a_recipe_keeps_its_own_keys(composed):
+    assert composed["recipe by pkg"]["config"]["recipe"] == {"alpha": 0.5}
+
+
+def test_a_recipes_own_file_may_set_the_block_with_a_bare_off(composed):
+    config = composed["recipe in yaml"]["config"]
+    assert config["trainer"]["plugin"] == "sharding"
+    assert ShardingConfig.parse(config["sharding"]).changed() == {
+        "sharding.fit": "off",
+        "sharding.guards.token_ids": "off",
+        "sharding.roles.critic.devices": "2-3",
+    }
+
+
+@pytest.mark.parametrize("case", ["split", "split in recipe", "split in sft"])
+def test_a_group_choice_sets_the_devices_of_all_roles(case, composed):
+    roles = composed[case]["config"]["sharding"]["roles"]
+    devices = {role: roles[role]["devices"] for role in ("actor", "critic", "ref", "reward")}
+    assert devices == {"actor": "first_half", "critic": "second_half?", "ref": "second_half?", "reward": None}
+
+
+def test_a_single_key_goes_on_top_of_a_group_choice(composed):
+    roles = composed["split and more"]["config"]["sharding"]["roles"]
+    assert (roles["ref"]["devices"], roles["critic"]["devices"]) == ([0], "second_half?")
+
+
+@pytest.mark.parametrize(
+    ("case", "devices"),
+    [
+        ("map", {"node0": [0, 1], "node1": [0]}),
+        ("range", "2-3"),
+        ("reference", "${sharding.roles.actor.devices}"),
+    ],
+)
+def test_devices_may_be_written_in_every_form(case, devices, composed):
+    assert composed[case]["config"]["sharding"]["roles"]["critic"]["devices"] == devices
+
+
+def test_off_is_a_word_on_the_command_line_too(composed):
+    assert ShardingConfig.parse(composed["off"]["config"]["sharding"]).fit == "off"
+
+
+def test_checkpointing_may_be_a_block_on_the_command_line(composed):
+    role = ShardingConfig.parse(composed["checkpointing"]["config"]["sharding"]).roles.critic
+    assert (role.gradient_checkpointing.policy, role.gradient_checkpointing.every) == ("every_n", 3)
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("misspelt role", ["sharding.roles.critc: no such key", "did you mean sharding.roles.critic?"]),
+        ("misspelt role in recipe", ["sharding.roles.critc: no such key", "did you mean sharding.roles.critic?"]),
+        ("misspelt role in yaml", ["sharding.roles.critc: no such key", "did you mean sharding.roles.critic?"]),
+        ("misspelt plugin", ["trainer.plugn: no such key", "did you mean trainer.plugin?"]),
+        ("misspelt plugin in sft", ["trainer.plugn: no such key", "did you mean trainer.plugin?"]),
+        ("misspelt trainer", ["trianer: no such key", "did you mean trainer?"]),
+        ("misspelt block", ["shardng: no such key", "did you mean sharding?"]),
+        ("misspelt choice", ["sharding/splt", "split"]),
+        ("added key", ["sharding.roles.critic.foo: no such key", "devices", "remove sharding.roles.critic.foo"]),
+        ("added block", ["sharding.role: no such key", "did you mean sharding.roles?"]),
+        ("wrong type", ["sharding.roles.critic.micro_batch_size", "a whole number", "four"]),
+        ("wrong word", ["sharding.fit", "off or report or apply", "aply"]),
+        ("out of range", ["sharding.placement.timeout_s", "more than 0", "sharding.placement.timeout_s=120"]),
+        ("key below null", ["sharding.roles.critic.devices as a whole", "sharding.roles.critic.devices={node0:[0]}"]),
+        ("key below null twice", ["sharding.roles.critic.gradient_checkpointing={policy:{x:1}}"]),
+        ("old key", ["critic.model.fsdp_config.param_offload=True", "write critic.fsdp.param_offload=True"]),
+        ("someone else's key", ["data.no_such_key"]),
+    ],
+)
+def test_a_mistake_is_refused_with_the_right_key_named(case, parts, composed):
+    error = composed[case]["error"]
+    for part in parts:
+        assert part in error
+
+
+# Through the command
+
+
+def test_the_job_config_of_a_command_shows_the_request():
+    done = main_ppo("--cfg", "job", ASKED, CRITIC)
+    assert done.returncode == 0, done.stderr
+    config = OmegaConf.create(done.stdout)
+    assert config.trainer.plugin == "sharding"
+    assert config.sharding.roles.critic.devices == [1]
+    assert config.critic.fsdp.param_offload is False
+
+
+def test_a_command_with_a_misspelt_role_fails_with_the_right_one_named():
+    done = main_ppo("--cfg", "job", ASKED, "sharding.roles.critc.devices=[1]")
+    assert done.returncode != 0
+    assert "did you mean sharding.roles.critic?" in done.stderr
+
+
+@pytest.mark.parametrize("switch", [{envs.VERL_PLUGINS: "none"}, {envs.DISABLE: "1"}], ids=str)
+def test_where_the_plugin_is_kept_out_asking_for_it_fails(switch):
+    done = main_ppo("--cfg", "job", ASKED, **switch)
+    assert done.returncode != 0
+    assert "Could not override 'trainer.plugin'" in done.stderr
+
+
+def test_a_recipes_own_command_knows_the_plugin(tmp_path):
+    write_recipe(tmp_path / "config", PKG)
+    (tmp_path / "recipe.py").write_text(
+        "import hydra\nimport verl\n\n\n"
+        "@hydra.main(config_path='config', config_name='my_ppo', version_base=None)\n"
+        "def main(config):\n    print('plugin', config.trainer.plugin, config.sharding.roles.actor.devices)\n\n\n"
+        "main()\n"
+    )
+    done = run(str(tmp_path / "recipe.py"), ASKED, "sharding=split", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "plugin sharding first_half" in done.stdout
+
+
+def test_the_old_trainer_is_refused_before_ray_starts(tmp_path):
+    done = main_ppo(ASKED, "trainer.use_v1=False", f"hydra.run.dir={tmp_path}")
+    assert done.returncode != 0
+    for part in ("trainer.use_v1", "False with trainer.plugin=sharding", "trainer.use_v1=True"):
+        assert part in done.stderr
+    assert "Started a local Ray instance" not in done.stderr
+
+
+# Whether a config asks for the plugin
+
+
+def config(**trainer):
+    return OmegaConf.create({"trainer": trainer, "sharding": {"roles": {}}})
+
+
+def test_the_plugin_is_on_only_by_its_name():
+    assert driver.asked_for(config(plugin="sharding"))
+    assert not driver.asked_for(config(plugin=None))
+
+
+def test_a_stock_config_does_not_ask_for_the_plugin():
+    assert not driver.asked_for(OmegaConf.create({"trainer": {"nnodes": 1}}))
+    assert not driver.asked_for(OmegaConf.create({}))
+
+
+@pytest.mark.parametrize("value", ["shardng", "other", True, ""])
+def test_another_plugin_name_is_refused_with_the_right_one(value):
+    with pytest.raises(ConfigError) as caught:
+        driver.asked_for(config(plugin=value))
+    assert caught.value.subject == "trainer.plugin"
+    assert caught.value.found == str(value)
+    assert caught.value.remedy == "trainer.plugin=sharding"
+
+
+def test_settings_without_the_switch_are_refused_and_not_skipped():
+    asked = OmegaConf.create({"trainer": {"plugin": None}, "sharding": {"roles": {"critic": {"devices": [1]}}}})
+    with pytest.raises(ConfigError) as caught:
+        driver.asked_for(asked)
+    assert caught.value.subject == "trainer.plugin"
+    assert "sharding.roles.critic.devices=[1]" in caught.value.found
+    assert caught.value.remedy == "trainer.plugin=sharding"
