@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import Qwen2Config, Qwen2Model
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl_ext_sharding.training.checkpointing import Budget, EveryN, Full, Off, Policy, Selective, recompiles, remove
 from verl_ext_sharding.training.offload import ActivationOffload
@@ -90,10 +91,11 @@ class Bench:
         )
         config._attn_implementation = "sdpa"
         with self.device:
-            return Qwen2Model(config).to(self.dtype).train()
+            return Qwen2ForCausalLM(config).to(self.dtype).train()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids.to(self.device), use_cache=False).last_hidden_state.float().square().mean()
+        hidden = self.model.model(input_ids.to(self.device), use_cache=False).last_hidden_state
+        return hidden.float().square().mean()
 
     def step(self, input_ids: torch.Tensor) -> float:
         self.model.zero_grad(set_to_none=True)
@@ -127,7 +129,7 @@ class Bench:
         if case.liger:
             from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-            _apply_liger_kernel_to_instance(model=self.model)
+            _apply_liger_kernel_to_instance(model=self.model, fused_linear_cross_entropy=False)
         case.policy.apply(self.model)
         if case.offload:
             ActivationOffload().apply(self.model)
@@ -207,7 +209,7 @@ def arguments() -> argparse.Namespace:
         ("heads", 12, "attention heads"),
         ("kv-heads", 2, "key/value heads"),
         ("intermediate", 8960, "width of the MLP"),
-        ("vocab", 32768, "entries; only the embedding has them"),
+        ("vocab", 32768, "entries of the embedding; no logits are made"),
         ("rows", 8, "rows of a batch"),
         ("tokens", 2048, "tokens of a row"),
     ):
@@ -224,7 +226,11 @@ def main() -> None:
     bench = Bench(args)
     has_liger = importable("liger_kernel.transformers")
     selected: Callable[[Case], bool] = lambda case: case.name == "none" or args.only in case.name  # noqa: E731
-    rows = [bench.run(case) for case in CASES if selected(case) and (has_liger or not case.liger)]
+    rows = []
+    for case in CASES:
+        if selected(case) and (has_liger or not case.liger):
+            rows.append(bench.run(case))
+            print(rows[-1], file=sys.stderr)
     where = "CPU" if args.tiny else torch.cuda.get_device_name()
     print(
         f"{where}, torch {torch.__version__}, {args.layers} layers, {args.rows} x {args.tokens} tokens, {bench.dtype}"

@@ -21,6 +21,7 @@ from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
 from verl_ext_sharding.config.facts import job_facts
+from verl_ext_sharding.config.measures import RoleMeasures, measures_of
 from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.config.token_budget import check_token_budgets, longest_sequence, token_budgets
@@ -117,6 +118,8 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
 _prepared: tuple[DictConfig, Plan] | None = None
 """The config that was prepared last: verl's main validates it before `run_ppo`, and both must see one plan."""
 
+LOGITS = "sharding.roles.*.logits"
+
 CRITIC_ATTENTION = "critic.model.override_config.attn_implementation"
 
 _ROLES = ("actor", "rollout", "ref", "critic", "reward", "teacher")
@@ -197,6 +200,7 @@ class TaskRunnerGate:
             hybrid_rollout=self._plan.facts.hybrid_rollout,
             bundle_cpus=bundle_cpus,
             timeout_s=self._plan.request.placement.timeout_s,
+            measures=measures_of(self._plan.request),
             needed=needed_keys(self._plan),
         )
         env_vars = {envs.SPEC: spec.to_json(), **envs.forwarded()}
@@ -223,6 +227,11 @@ def needed_keys(plan: Plan) -> tuple[str, ...]:
     needed = ["trainer.plugin"]
     if plan.placement.managed:
         needed.append("sharding.roles.*.devices")
+    measures = measures_of(plan.request)
+    if any(m.logits in ("auto", "chunked") for m in measures.values()):
+        needed.append(LOGITS)
+    if measures.get("critic", RoleMeasures()).attention is not None:
+        needed.append(CRITIC_ATTENTION)
     if any(change.key == CRITIC_ATTENTION for change in plan.changes):
         needed.append(CRITIC_ATTENTION)
     return tuple(needed)
@@ -263,12 +272,12 @@ def _not_switched_on(changed: Mapping[str, Any]) -> ConfigError:
 
 def select_cpu() -> None:
     """Makes this process and every Ray process of the run use verl's `cpu` platform."""
-    from verl.plugin.platform import platform_manager
+    from verl.plugin.platform import set_platform
 
     from verl_ext_sharding.platforms.cpu import PlatformCPU
 
     os.environ[envs.VERL_PLATFORM] = "cpu"
-    platform_manager._current_platform = PlatformCPU()  # set_platform warns about the one that verl fell back to
+    set_platform(PlatformCPU())
 
 
 def view_for_validation(config: DictConfig) -> DictConfig:

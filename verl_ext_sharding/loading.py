@@ -10,7 +10,7 @@ import logging
 import os
 from types import ModuleType
 
-from verl_ext_sharding import envs, platforms, rollout, versions
+from verl_ext_sharding import platforms, rollout, versions
 from verl_ext_sharding.config import spec
 from verl_ext_sharding.errors import PatchError
 from verl_ext_sharding.patching import install
@@ -36,9 +36,10 @@ def load() -> None:
     logging.getLogger("verl_ext_sharding").setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
     when_imported(rollout.BASE_MODULE, rollout.register_adapter)
     when_imported(rollout.REPLICA_MODULE, rollout.register_replica)
-    if os.environ.get(envs.VERL_PLATFORM, "").lower() == platforms.CPU:
-        when_imported("verl.workers.engine", _register_engines)
-    install(known_specs(), process="worker", needed=run.needed)
+    when_imported("verl.workers.engine", _register_engines)
+    # A patch that no key of this run needs stays out: null leaves verl alone.
+    wanted = [patch for patch in known_specs() if patch.needed_by is None or patch.needed_by in run.needed]
+    install(wanted, process="worker", needed=run.needed)
 
 
 def _register_config(_module: ModuleType) -> None:

@@ -54,7 +54,10 @@ def tokens(num_tokens=2048, rows=1, seed=0):
 
 
 def forward(model, input_ids):
-    return model(input_ids, use_cache=False).last_hidden_state.float().square().mean()
+    hidden = model(input_ids, use_cache=False).last_hidden_state.float()
+    # not the mean square: the last norm makes it 1 for every input, and the gradients rounding errors
+    target = torch.linspace(-1, 1, hidden.shape[-1], device=hidden.device)
+    return (hidden - target).abs().mean()
 
 
 def step(model, input_ids):
@@ -103,7 +106,7 @@ def reference(model):
     [
         (Full(), 0.2),
         (EveryN(2), 0.6),
-        (Selective(), 0.75),
+        (Selective(), 0.85),
         (Selective(("attention",)), 0.3),
         (Budget(share=0.5, compile=False), 0.55),
         (Budget(share=0.2, compile=False), 0.3),

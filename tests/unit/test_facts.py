@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -91,7 +92,7 @@ def test_critic_and_reference_are_needed_exactly_when_verl_needs_them(config):
     composed = config("actor_rollout_ref.rollout.name=vllm")
     sent = json.dumps([OmegaConf.to_container(composed), cases])
     command = [sys.executable, "-W", "ignore", "-c", _ASK_VERL]
-    done = subprocess.run(command, input=sent, capture_output=True, text=True)
+    done = subprocess.run(command, input=sent, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ours = []
     for case in cases:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -17,16 +19,13 @@ CRITIC = "sharding.roles.critic.devices=[1]"
 PKG = "pkg://verl.trainer.config"
 
 
-def run(*arguments, **environment):
+def run(*arguments, sent=None, **environment):
     """Runs Python in a process of its own, so that the plugin comes in through verl's entry point."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+    command = [sys.executable, "-W", "ignore", *arguments]
     return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], env={**env, **environment}, capture_output=True, text=True
+        command, env={**env, **environment}, cwd=Path(__file__).parent, input=sent, capture_output=True, text=True
     )
-
-
-def main_ppo(*overrides, **environment):
-    return run("-m", "verl.trainer.main_ppo", *overrides, **environment)
 
 
 def write_recipe(folder, searchpath, own=""):
@@ -107,9 +106,7 @@ def composed(tmp_path_factory):
         "old key": (*ppo, [ASKED, "critic.model.fsdp_config.param_offload=True"]),
         "someone else's key": (*ppo, [ASKED, "data.no_such_key=1"]),
     }
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _COMPOSE], input=json.dumps(cases), capture_output=True, text=True
-    )
+    done = run("-c", _COMPOSE, sent=json.dumps(cases))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.rpartition("answers")[2])
 
@@ -214,8 +211,33 @@ def test_a_mistake_is_refused_with_the_right_key_named(case, parts, composed):
 # Through the command
 
 
-def test_the_job_config_of_a_command_shows_the_request():
-    done = main_ppo("--cfg", "job", ASKED, CRITIC)
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """Commands as users type them, two at a time."""
+    folder = tmp_path_factory.mktemp("commands")
+    write_recipe(folder / "config", PKG)
+    (folder / "recipe.py").write_text(
+        "import hydra\nimport verl\n\n\n"
+        "@hydra.main(config_path='config', config_name='my_ppo', version_base=None)\n"
+        "def main(config):\n    print('plugin', config.trainer.plugin, config.sharding.roles.actor.devices)\n\n\n"
+        "main()\n"
+    )
+    ppo, here = ("-m", "verl.trainer.main_ppo"), f"hydra.run.dir={folder}"
+    lines = {
+        "asked": ((*ppo, "--cfg", "job", ASKED, CRITIC), {}),
+        "misspelt": ((*ppo, "--cfg", "job", ASKED, "sharding.roles.critc.devices=[1]"), {}),
+        "no plugins": ((*ppo, "--cfg", "job", ASKED), {envs.VERL_PLUGINS: "none"}),
+        "off switch": ((*ppo, "--cfg", "job", ASKED), {envs.DISABLE: "1"}),
+        "old trainer": ((*ppo, ASKED, "trainer.use_v1=False", here), {}),
+        "recipe": ((str(folder / "recipe.py"), ASKED, "sharding=split", here), {}),
+    }
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        running = {name: pool.submit(run, *arguments, **env) for name, (arguments, env) in lines.items()}
+        return {name: future.result() for name, future in running.items()}
+
+
+def test_the_job_config_of_a_command_shows_the_request(commands):
+    done = commands["asked"]
     assert done.returncode == 0, done.stderr
     config = OmegaConf.create(done.stdout)
     assert config.trainer.plugin == "sharding"
@@ -223,34 +245,24 @@ def test_the_job_config_of_a_command_shows_the_request():
     assert config.critic.fsdp.param_offload is False
 
 
-def test_a_command_with_a_misspelt_role_fails_with_the_right_one_named():
-    done = main_ppo("--cfg", "job", ASKED, "sharding.roles.critc.devices=[1]")
-    assert done.returncode != 0
-    assert "did you mean sharding.roles.critic?" in done.stderr
+def test_a_command_with_a_misspelt_role_fails_with_the_right_one_named(commands):
+    assert commands["misspelt"].returncode != 0
+    assert "did you mean sharding.roles.critic?" in commands["misspelt"].stderr
 
 
-@pytest.mark.parametrize("switch", [{envs.VERL_PLUGINS: "none"}, {envs.DISABLE: "1"}], ids=str)
-def test_where_the_plugin_is_kept_out_asking_for_it_fails(switch):
-    done = main_ppo("--cfg", "job", ASKED, **switch)
-    assert done.returncode != 0
-    assert "Could not override 'trainer.plugin'" in done.stderr
+@pytest.mark.parametrize("name", ["no plugins", "off switch"])
+def test_where_the_plugin_is_kept_out_asking_for_it_fails(name, commands):
+    assert commands[name].returncode != 0
+    assert "Could not override 'trainer.plugin'" in commands[name].stderr
 
 
-def test_a_recipes_own_command_knows_the_plugin(tmp_path):
-    write_recipe(tmp_path / "config", PKG)
-    (tmp_path / "recipe.py").write_text(
-        "import hydra\nimport verl\n\n\n"
-        "@hydra.main(config_path='config', config_name='my_ppo', version_base=None)\n"
-        "def main(config):\n    print('plugin', config.trainer.plugin, config.sharding.roles.actor.devices)\n\n\n"
-        "main()\n"
-    )
-    done = run(str(tmp_path / "recipe.py"), ASKED, "sharding=split", f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    assert "plugin sharding first_half" in done.stdout
+def test_a_recipes_own_command_knows_the_plugin(commands):
+    assert commands["recipe"].returncode == 0, commands["recipe"].stderr
+    assert "plugin sharding first_half" in commands["recipe"].stdout
 
 
-def test_the_old_trainer_is_refused_before_ray_starts(tmp_path):
-    done = main_ppo(ASKED, "trainer.use_v1=False", f"hydra.run.dir={tmp_path}")
+def test_the_old_trainer_is_refused_before_ray_starts(commands):
+    done = commands["old trainer"]
     assert done.returncode != 0
     for part in ("trainer.use_v1", "False with trainer.plugin=sharding", "trainer.use_v1=True"):
         assert part in done.stderr

@@ -73,6 +73,7 @@ def run_trainer(folder: Path, overrides: list[str], env: dict[str, str] | None =
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_ADDRESS": "local",  # a Ray of its own, whatever else runs on this machine
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VERL_SHARDING_EVENTS": "1",

@@ -28,23 +28,27 @@ _BYTES = re.compile(r"\s*\d+(\.\d+)?\s*([KMGT]i?B|B)\s*", re.IGNORECASE)
 
 @dataclass(kw_only=True, frozen=True)
 class CheckpointingConfig:
-    """How a role trades recomputation for activation memory.
+    """How a role trades recomputation for activation memory. None: the policy's own default.
 
     Args:
         policy: `full` recomputes each layer, `every_n` one layer in `every`, `selective` keeps the outputs of matmuls
-            and attention, `budget` keeps what fits `budget`.
+            and attention, `budget` keeps what fits `budget`, `auto` the best time for its memory.
         every: For `every_n`: 1 or more.
+        keep: For `selective`: "attention", "matmul", or both.
         budget: For `budget`: a share of the activation memory (0 to 1) or bytes as text ("4GiB").
+        compile: For `budget`: whether layers may be compiled.
         use_reentrant: Only false: reentrant checkpointing breaks activation offload and frozen inputs.
     """
 
-    policy: Literal["full", "every_n", "selective", "budget"] = "full"
-    every: int = 2
-    budget: float | str = 0.5
+    policy: Literal["auto", "full", "every_n", "selective", "budget"] | None = None
+    every: int | None = None
+    keep: list[Any] | str | None = None
+    budget: float | str | None = None
+    compile: bool | None = None
     use_reentrant: bool = False
 
     def __post_init__(self) -> None:
-        if self.every < 1:
+        if self.every is not None and self.every < 1:
             raise _bad("every", "1 or more", self.every, "every=2")
         if isinstance(self.budget, str) and not _BYTES.fullmatch(self.budget):
             raise _bad("budget", 'a share (0 to 1) or bytes such as "4GiB"', self.budget, "budget=0.5")
@@ -53,13 +57,17 @@ class CheckpointingConfig:
         if self.use_reentrant:
             raise _bad("use_reentrant", "false", "true", "use_reentrant=false")
 
+    def given(self) -> dict[str, Any]:
+        """The keys that were set."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, False)}
+
 
 @dataclass(kw_only=True, frozen=True)
 class OffloadConfig:
-    """What of a role lives in host memory while it is not used."""
+    """What of a role lives in host memory while it is not used; optimizer `step`: states are there but for the step."""
 
     params: bool | None = None
-    optimizer: bool | None = None
+    optimizer: bool | Literal["step"] | None = None
     activations: bool | None = None
 
 
@@ -265,7 +273,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if value is False and "off" in options:
         value = "off"  # YAML 1.1 reads a bare `off` as false
     for option in options:
-        if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
+        if isinstance(option, type) and dataclasses.is_dataclass(option) and isinstance(value, Mapping):
             return _build(option, value, path)
         if _matches(option, value):
             return float(value) if option is float else value
@@ -312,7 +320,7 @@ def _spell(option: Any) -> str:
     if option in names:
         return names[option]
     if dataclasses.is_dataclass(option):
-        return "{" + ", ".join(f.name for f in dataclasses.fields(option)) + "}"  # type: ignore[arg-type]
+        return "{" + ", ".join(f.name for f in dataclasses.fields(option)) + "}"
     return str(option)
 
 

@@ -6,9 +6,11 @@ import functools
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from verl_ext_sharding import envs
+from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.versions import __version__
 
@@ -22,6 +24,7 @@ class RunSpec:
         hybrid_rollout: The actor's workers also hold the rollout adapter.
         bundle_cpus: CPUs reserved with each device.
         timeout_s: How long Ray may take to reserve the devices.
+        measures: Memory measures of each role that asks for any.
         needed: Keys of the user's config that this run needs a patch for, see `PatchSpec.needed_by`.
         version: Version of this package in the driver.
     """
@@ -30,6 +33,7 @@ class RunSpec:
     hybrid_rollout: bool = True
     bundle_cpus: int
     timeout_s: float = 120.0
+    measures: Mapping[str, RoleMeasures] = field(default_factory=dict)
     needed: tuple[str, ...] = ()
     version: str = __version__
 
@@ -41,6 +45,7 @@ class RunSpec:
                 "hybrid_rollout": self.hybrid_rollout,
                 "bundle_cpus": self.bundle_cpus,
                 "timeout_s": self.timeout_s,
+                "measures": {role: measures.to_dict() for role, measures in self.measures.items()},
                 "needed": list(self.needed),
                 "version": self.version,
             },
@@ -52,7 +57,8 @@ class RunSpec:
         """The inverse of `to_json`."""
         fields = json.loads(text)
         placement = Placement.from_json(json.dumps(fields.pop("placement")))
-        return cls(placement=placement, **fields | {"needed": tuple(fields["needed"])})
+        measures = {role: RoleMeasures(**values) for role, values in fields.pop("measures").items()}
+        return cls(placement=placement, measures=measures, **fields | {"needed": tuple(fields["needed"])})
 
     def digest(self) -> str:
         """A short hash by which nodes compare what they were given."""

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.changes import KeyChange
+from verl_ext_sharding.config.measures import handled_keys
 from verl_ext_sharding.config.rollout_limits import KEYS as ROLLOUT_LIMITS
 from verl_ext_sharding.config.rollout_limits import translate_limits
 from verl_ext_sharding.config.schema import RoleConfig, ShardingConfig
@@ -74,7 +75,7 @@ def translate(
     changes += translate_limits(request.roles.rollout, current, context_length=None, explicit=explicit)
     changes += _servers(placement, facts)
     limits = {f"sharding.roles.rollout.{name}" for name in ROLLOUT_LIMITS}  # they act even where they change nothing
-    refuse_unsupported(request, handled=limits | {change.why for change in changes})
+    refuse_unsupported(request, handled=limits | {change.why for change in changes} | set(handled_keys(request)))
     return changes
 
 
@@ -92,6 +93,8 @@ def _role(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[KeyChange]
     if config.compute_dtype is not None:
         precision = {"param_dtype": _DTYPES[config.compute_dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
         yield KeyChange(key=f"{engine}.mixed_precision", new=precision, why=f"{prefix}.compute_dtype")
+    if role == "ref" and (config.gradient_checkpointing or config.offload.activations or config.offload.optimizer):
+        raise _no_backward(prefix)
     if isinstance(config.gradient_checkpointing, bool) and role in _MODEL_BLOCK:
         key = f"{_MODEL_BLOCK[role]}.enable_gradient_checkpointing"
         yield KeyChange(key=key, new=config.gradient_checkpointing, why=f"{prefix}.gradient_checkpointing")
@@ -99,7 +102,8 @@ def _role(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[KeyChange]
         yield KeyChange(key=f"{engine}.param_offload", new=config.offload.params, why=f"{prefix}.offload.params")
     if config.offload.optimizer is not None and role != "ref":
         key = f"{engine}.optimizer_offload"
-        yield KeyChange(key=key, new=config.offload.optimizer, why=f"{prefix}.offload.optimizer")
+        between_phases = config.offload.optimizer is True  # "step" is ours, and leaves nothing for verl to move
+        yield KeyChange(key=key, new=between_phases, why=f"{prefix}.offload.optimizer")
     if config.micro_batch_size is not None and config.max_tokens is not None:
         raise _two_micro_batches(prefix)
     if config.micro_batch_size is not None:
@@ -168,6 +172,16 @@ def _is_default_effect(key: str, value: Any) -> bool:
     if role in ("actor", "critic"):
         return (name, value) == ("layout", "fsdp")
     return (key, value) == ("sharding.fit", "off")
+
+
+def _no_backward(prefix: str) -> ConfigError:
+    return ConfigError(
+        prefix,
+        expected="no gradient_checkpointing and no offload of activations or optimizer: the reference never trains",
+        found="at least one of them",
+        consequence="the run does not start",
+        remedy=f"remove {prefix}.gradient_checkpointing, {prefix}.offload.activations and {prefix}.offload.optimizer",
+    )
 
 
 def _two_micro_batches(prefix: str) -> ConfigError:

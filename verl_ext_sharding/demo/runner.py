@@ -200,7 +200,7 @@ def _model(device: str) -> assets.TinyModel:
 
 def _environment() -> dict[str, str]:
     defaults = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false"}
-    fixed = {envs.EVENTS: "1", "RAY_DEDUP_LOGS": "0", "PYTHONUNBUFFERED": "1"}
+    fixed = {envs.EVENTS: "1", "RAY_ADDRESS": "local", "RAY_DEDUP_LOGS": "0", "PYTHONUNBUFFERED": "1"}
     threads = {"OMP_NUM_THREADS": "1"} if (os.cpu_count() or 1) <= command.CPU_DEVICES else {}
     return {**threads, **defaults, **os.environ, **fixed}
 

@@ -4,5 +4,10 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Registers the CPU engines; imports verl's FSDP engine, so call it only where engines are built."""
-    from verl_ext_sharding.engines import cpu  # noqa: F401
+    """Registers our engines for the platform; imports verl's FSDP engine, so call it only where engines are built."""
+    from verl.plugin.platform import get_platform
+
+    if get_platform().device_name == "cpu":
+        from verl_ext_sharding.engines import cpu  # noqa: F401
+    elif get_platform().device_name == "cuda":
+        from verl_ext_sharding.engines import cuda  # noqa: F401

@@ -9,6 +9,7 @@ import torch
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
+from verl_ext_sharding.engines.measured import MeasuredEngineMixin
 from verl_ext_sharding.errors import ConfigError
 
 
@@ -35,12 +36,12 @@ class CpuEngineMixin:
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu"])
-class CpuEngineWithLMHead(CpuEngineMixin, FSDPEngineWithLMHead):
+class CpuEngineWithLMHead(MeasuredEngineMixin, CpuEngineMixin, FSDPEngineWithLMHead):
     """Actor and reference on a CPU."""
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cpu"])
-class CpuEngineWithValueHead(CpuEngineMixin, FSDPEngineWithValueHead):
+class CpuEngineWithValueHead(MeasuredEngineMixin, CpuEngineMixin, FSDPEngineWithValueHead):
     """Critic on a CPU."""
 
 

@@ -276,7 +276,7 @@ def _proposal(sizes: Sequence[int], wanted: int) -> str:
     """The largest even layouts that the nodes allow, none larger than what was asked for, as overrides."""
     sizes = sorted((size for size in sizes if size > 0), reverse=True)
     if not sizes:
-        return "start Ray where the GPUs are, or set trainer.device=cpu for logical devices"
+        return "start Ray where the GPUs are; on CPUs give it logical ones: ray start --head --num-gpus=<devices>"
     layouts = {(count, min(sizes[count - 1], wanted // count)) for count in range(1, min(len(sizes), wanted) + 1)}
     best = sorted(layouts, key=lambda layout: (-(layout[0] * layout[1]), layout[0]))[:2]
     return " or ".join(f"trainer.nnodes={n} trainer.n_gpus_per_node={d} ({n * d} devices)" for n, d in best)

@@ -111,7 +111,7 @@ class MergingBatch:
         self._rules = rules
         self._cache: SlotCache | None = None
         self._budget_bytes = 0
-        self._token_bytes = 0
+        self._token_bytes = bytes_per_token(model.config, model.dtype)  # until a prefill shows what it is
         self._last_logits_only = _takes(model, "logits_to_keep")
 
     @property
@@ -127,7 +127,6 @@ class MergingBatch:
         """
         if not self.rows:
             self._budget_bytes = self._limits.kv_cache_bytes()
-            self._token_bytes = bytes_per_token(self.model.config, self.model.dtype)
         longest = max((row.longest for row in self.rows), default=0)
         widest, prompts = 0, set()
         for count, row in enumerate(waiting):
@@ -158,6 +157,7 @@ class MergingBatch:
             if self._cache is None:
                 self._cache = SlotCache(len(cache.layers))
             self._cache.append(cache, [source[index] for index in running], width)
+            self._token_bytes = self._cache.token_bytes
             self.rows.extend(rows[index] for index in running)
             self._tighten()
         return [row for row in rows if row.stop_reason is not None]

@@ -109,6 +109,12 @@ class SlotCache(Cache):
         """Bytes of all buffers, free columns included."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one row over all layers, once rows were appended."""
+        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
+        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
+
     def append(self, prefilled: Cache, source: Sequence[int], width: int) -> None:
         """Adds rows from a prefilled batch that is padded on the left.
 
@@ -201,7 +207,7 @@ def _rope_types(text: Any) -> set[str]:
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Keys and values of one token over all layers, counting every layer as full attention.
+    """Keys and values of one token over all layers, counting every layer as plain full attention.
 
     Args:
         config: The model's transformers config; one without attention heads keeps nothing that grows with the tokens.

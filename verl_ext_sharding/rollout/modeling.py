@@ -107,7 +107,7 @@ def build(spec: ModelSpec, device: torch.device) -> tuple[HostedModel, frozenset
         device: Where it computes.
 
     Returns:
-        The model, the ids that end a response, and the number of ids that the tokenizer knows.
+        The model, the ids that end a response, and how many ids there are up to the tokenizer's last.
     """
     for name in spec.external_lib:
         importlib.import_module(name)
@@ -119,7 +119,7 @@ def build(spec: ModelSpec, device: torch.device) -> tuple[HostedModel, frozenset
     with contextlib.suppress(OSError):  # a checkpoint without generation_config.json
         eos |= _ids(GenerationConfig.from_pretrained(local_path(spec.config_path or spec.path)).eos_token_id)
     hosted = loaded(spec, config, device) if spec.load_weights else skeleton(spec, config, device)
-    return hosted, eos, len(tokenizer)
+    return hosted, eos, max(tokenizer.get_vocab().values()) + 1  # not its length: ids may leave gaps
 
 
 def skeleton(spec: ModelSpec, config: PreTrainedConfig, device: torch.device) -> HostedModel:

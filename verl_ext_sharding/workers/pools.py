@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -141,8 +142,9 @@ def reserve(spec: RunSpec) -> dict[int, Bundle]:
     topology = spec.placement.topology
     accelerator = get_platform().ray_resource_name()
     bundle: dict[str, float] = {"CPU": spec.bundle_cpus, accelerator: 1}
+    name = f"verl_sharding_{uuid4().hex[:8]}"  # Ray wants it unique, and several jobs may share a cluster
     groups = [
-        placement_group([bundle] * topology.devices_per_node, strategy="STRICT_PACK", name=f"verl_sharding_node{node}")
+        placement_group([bundle] * topology.devices_per_node, strategy="STRICT_PACK", name=f"{name}_node{node}")
         for node in range(topology.num_nodes)
     ]
     try:

@@ -9,6 +9,7 @@ from tiny_models import (
     engine,
     generate,
     greedy_reference,
+    latent,
     llama,
     mamba,
     prompt,
@@ -132,6 +133,17 @@ def test_rows_beyond_the_memory_budget_wait_and_one_always_runs(serve):
     model.register_forward_pre_hook(lambda _, args, kwargs: batches.add(kwargs["input_ids"].shape[0]), with_kwargs=True)
     generate(serve(model, kv_cache_bytes=lambda: 0), [row(prompt(5, index), seed=index) for index in range(4)])
     assert batches == {1}
+
+
+def test_the_memory_budget_counts_what_a_token_really_takes(serve):
+    """Latent attention keeps keys of 12 and values of 6 a head here, which its config does not say."""
+    model = latent()
+    target = serve(model)
+    sizes = []
+    model.register_forward_pre_hook(lambda *_: sizes.append(target.kv_cache_bytes))
+    generate(target, [row(prompt(5))])
+    columns = 5 + 64
+    assert max(sizes) == 2 * 4 * (12 + 6) * 4 * columns == target._merging._token_bytes * columns
 
 
 def test_a_stop_token_ends_the_response_and_is_its_last_token(model, serve):

@@ -167,6 +167,34 @@ def test_a_config_that_cannot_be_served_fails_when_the_replica_is_made(cluster, 
         get_rollout_replica_class("hf")(0, _rollout_config(tensor_model_parallel_size=2), {"path": checkpoint})
 
 
+def _adapter(checkpoint, **model):
+    from verl.workers.config import HFModelConfig
+
+    from verl_ext_sharding.rollout.adapter import ServerAdapter
+
+    config = HFModelConfig(path=checkpoint, override_config={"attn_implementation": "sdpa"}, **model)
+    return ServerAdapter(_rollout_config(), config, device_mesh=None, replica_rank=5)
+
+
+def test_lora_adapters_that_are_not_merged_are_refused_where_the_adapter_is_made(cluster, checkpoint):
+    with pytest.raises(ConfigError, match=r"lora\.merge=True"):
+        _adapter(checkpoint, lora_rank=8)
+    assert _adapter(checkpoint, lora_rank=8, lora={"merge": True}).replica_rank == 5
+
+
+@pytest.mark.parametrize(
+    ("argument", "remedy"),
+    [
+        ({"peft_config": {"r": 8}}, r"lora\.merge=True"),
+        ({"wire_format": "delta_flush"}, "checkpoint_engine.backend=nccl"),
+    ],
+    ids=str,
+)
+def test_an_update_of_anything_but_whole_tensors_is_refused(cluster, checkpoint, argument, remedy):
+    with pytest.raises(ConfigError, match=remedy):
+        asyncio.run(_adapter(checkpoint).update_weights(iter(()), **argument))
+
+
 def test_experts_arrive_as_verl_takes_them_apart():
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 

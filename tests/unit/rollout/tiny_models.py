@@ -10,6 +10,8 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -52,6 +54,13 @@ def moe(*, seed: int = 0) -> torch.nn.Module:
         **_SIZES, **_HEADS, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     )
     return _made(Qwen3MoeForCausalLM, config, seed)
+
+
+def latent(*, seed: int = 0) -> torch.nn.Module:
+    heads = {**_HEADS, "num_key_value_heads": 4}
+    ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+    config = DeepseekV3Config(**_SIZES, **heads, **ranks, first_k_dense_replace=2, n_group=1, topk_group=1)
+    return _made(DeepseekV3ForCausalLM, config, seed)
 
 
 def mamba(*, seed: int = 0) -> torch.nn.Module:

@@ -1,0 +1,237 @@
+"""`verl-sharding plan`: what a command would do, shown without importing verl or starting anything."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_ext_sharding.cli import main, plan, render
+from verl_ext_sharding.config.changes import KeyChange
+from verl_ext_sharding.errors import ConfigError
+
+JOB = [
+    "trainer.n_gpus_per_node=4",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "algorithm.use_kl_in_reward=True",
+]
+SPLIT = ["sharding.roles.actor.devices=[0,1]", "sharding.roles.critic.devices=[2]", "sharding.roles.ref.devices=[3]"]
+
+
+@pytest.fixture
+def shown(capsys):
+    """Runs `verl-sharding plan --placement` and returns what it printed."""
+
+    def run(*arguments):
+        assert main.main(["plan", "--placement", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs `verl-sharding plan --placement` and returns the error that it ended with."""
+
+    def run(*arguments):
+        assert main.main(["plan", "--placement", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("error: ")
+        return captured.err
+
+    return run
+
+
+def cells(text, role):
+    line = next(line for line in text.splitlines() if line.split()[:1] == [role])
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+# What is shown
+
+
+def test_each_role_is_a_row_with_class_engine_devices_ranks_and_node(shown):
+    text = shown(*JOB, *SPLIT)
+    assert cells(text, "actor") == ["actor", "ActorRolloutRefWorker", "fsdp", "[0,1]", "2 dp", "0", "rollout"]
+    assert cells(text, "rollout") == ["rollout", "rollout server", "vllm", "[0,1]", "2 servers x 1", "0", "actor"]
+    assert cells(text, "critic") == ["critic", "TrainingWorker", "fsdp", "[2]", "1 dp", "0", "none"]
+    assert cells(text, "ref") == ["ref", "ActorRolloutRefWorker", "fsdp", "[3]", "1 dp", "0", "none"]
+
+
+def test_the_switch_may_be_left_out_or_written(shown):
+    assert shown(*JOB, *SPLIT) == shown(*JOB, *SPLIT, "trainer.plugin=sharding")
+
+
+def test_without_a_request_the_plan_shows_verls_own_placement(shown):
+    text = shown(*JOB)
+    assert cells(text, "critic")[3] == "[0,1,2,3]"
+    assert "ref shares the actor's processes" in text
+
+
+def test_json_has_the_same_rows_and_is_stable(shown):
+    first, second = (shown("--json", *JOB, *SPLIT) for _ in range(2))
+    assert first == second
+    data = json.loads(first)
+    assert {row["role"]: row["devices"] for row in data["rows"]} == {
+        "actor": [0, 1],
+        "rollout": [0, 1],
+        "critic": [2],
+        "ref": [3],
+    }
+    assert data["changes"] == []
+
+
+def test_the_keys_of_verl_that_change_are_shown_as_overrides_with_why(shown):
+    text = shown(*JOB, "sharding.roles.critic.dtype=bfloat16", "sharding.roles.critic.max_tokens=4096")
+    assert "set because of sharding.roles.critic.dtype:" in text
+    assert "  critic.fsdp.model_dtype=bf16  (was fp32)" in text
+    assert "  +critic.ppo_infer_max_token_len_per_gpu=4096  (was not there)" in text
+
+
+def test_what_is_shown_can_be_typed(shown, compose):
+    for setting in ("critic.max_tokens=4096", "actor.compute_dtype=bfloat16", "critic.micro_batch_size=2"):
+        text = shown(*JOB, f"sharding.roles.{setting}")
+        overrides = [line.split("  (was")[0].strip() for line in text.splitlines() if "  (was" in line]
+        assert overrides
+        typed = compose(*JOB, *overrides)
+        data = json.loads(shown("--json", *JOB, f"sharding.roles.{setting}"))
+        for change in data["changes"]:
+            value = OmegaConf.select(typed, change["key"])
+            assert (OmegaConf.to_container(value) if OmegaConf.is_config(value) else value) == change["new"]
+
+
+def test_a_long_override_is_not_folded(capsys):
+    value = {f"a_rather_long_name_{i}": "fp32" for i in range(20)}
+    render.show_changes([KeyChange(key="critic.fsdp.mixed_precision", new=value, why="x")])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "null"), (True, "True"), ([0, 1], "[0,1]"), ({"a": None, "b": [1, {"c": 2}]}, "{a:null,b:[1,{c:2}]}")],
+    ids=str,
+)
+def test_values_are_shown_as_hydra_reads_them(value, text, capsys):
+    render.show_changes([KeyChange(key="a.b", new=value, why="x", old=value)])
+    assert f"  a.b={text}  (was {text})" in capsys.readouterr().out
+
+
+def test_what_is_unknown_reads_not_available_and_never_zero(capsys):
+    render.show(render.table("t", ("a", "b"), [(None, 0)]))
+    assert capsys.readouterr().out.split()[-2:] == ["n/a", "0"]
+
+
+def test_markup_in_a_value_is_shown_as_it_is(capsys):
+    render.show("a [bold]key[/bold] of [0,1]")
+    assert capsys.readouterr().out == "a [bold]key[/bold] of [0,1]\n"
+
+
+# Recipes and other configs
+
+
+def test_a_recipes_config_is_planned(shown, tmp_path):
+    (tmp_path / "my_ppo.yaml").write_text(
+        "hydra:\n  searchpath: [pkg://verl.trainer.config]\ndefaults: [ppo_trainer, _self_]\n"
+        "trainer: {n_gpus_per_node: 2}\nsharding: {roles: {critic: {devices: [1]}}}\n"
+    )
+    text = shown("--config-path", str(tmp_path), "--config-name", "my_ppo", "data.train_batch_size=256")
+    assert cells(text, "critic")[3] == "[1]"
+
+
+def test_the_megatron_config_is_planned(shown):
+    lines = [line for line in JOB if "tensor_model" not in line]
+    text = shown("--config-name", "ppo_megatron_trainer", *lines, *SPLIT, "actor_rollout_ref.rollout.data_parallel_size=1")
+    assert cells(text, "critic")[2] == "megatron"
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["sharding.roles.critc.devices=[1]"], ["sharding.roles.critc: no such key", "did you mean sharding.roles.critic?"]),
+        (["sharding.roles.critic.dtype=bf16"], ["sharding.roles.critic.dtype", "bfloat16", "bf16"]),
+        (["sharding.roles.critic.devices=[4]"], ["sharding.roles.critic.devices", "devices 0 to 3", "device 4"]),
+        (["sharding.roles.critic.devices=[1,1]"], ["device 1 more than once", "sharding.roles.critic.devices=[1]"]),
+        (["sharding.roles.reward.devices=[1]"], ["sharding.roles.reward.devices", "reward.reward_model.enable=True"]),
+        (["sharding.roles.actor.logits=fused"], ["sharding.roles.actor.logits", "nothing acts on this key yet"]),
+        (["data.train_batch_size=9"], ["data.train_batch_size", "9 prompts x 1 responses", "data.train_batch_size=12"]),
+        (["trainer.use_v1=False"], ["trainer.use_v1", "trainer.use_v1=True"]),
+        (["trainer.plugin=shardng"], ["trainer.plugin", "shardng", "trainer.plugin=sharding"]),
+        (["trainer.plugin=null"], ["trainer.plugin", "verl's own", "trainer.plugin=sharding"]),
+        (["trainer.n_gpus_per_node=0"], ["trainer.n_gpus_per_node", "1 or more"]),
+        (["no.such.key=1"], ["no.such.key"]),
+        (["sharding.roles.critic.dtype=bfloat16", "critic.fsdp.model_dtype=fp16"], ["critic.fsdp.model_dtype=fp16"]),
+        (["="], ["the overrides"]),
+    ],
+    ids=str,
+)
+def test_a_command_that_can_not_run_ends_with_exit_code_2_and_what_to_type(overrides, parts, refused):
+    error = refused(*JOB, *overrides)
+    for part in parts:
+        assert part in error
+    assert error.count("\n  fix:") == 1
+
+
+def test_a_config_of_another_trainer_is_refused(refused):
+    assert "verl.trainer.main_ppo" in refused("--config-name", "sft_trainer_engine")
+
+
+def test_a_config_that_is_not_there_is_refused(refused, tmp_path):
+    assert "no_such_config" in refused("--config-name", "no_such_config")
+
+
+def test_without_verl_the_error_says_what_to_install(monkeypatch, refused):
+    monkeypatch.setattr(plan.util, "find_spec", lambda name: None)
+    error = refused(*JOB)
+    assert "pip install 'verl-ext-sharding[verl]'" in error
+
+
+# What is not started
+
+
+_LIGHT = """
+import sys
+from verl_ext_sharding.cli import main
+code = main.main(["plan", "--placement", *sys.argv[1:]])
+heavy = [name for name in ("torch", "ray", "verl", "transformers") if name in sys.modules]
+sys.exit(code or f"imported {heavy}" if heavy else code)
+"""
+
+
+def test_a_plan_imports_neither_torch_nor_ray_nor_verl(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _LIGHT, *JOB, *SPLIT], cwd=tmp_path, env=os.environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# The command line
+
+
+def test_without_a_command_there_is_help_and_an_exit_code(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main([])
+    assert ended.value.code == 2
+    assert "usage: verl-sharding" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("verl-ext-sharding 0.")
+
+
+def test_compose_refuses_with_our_own_error_where_there_is_one(compose):
+    with pytest.raises(ConfigError) as caught:
+        compose("sharding.fit=aply")
+    assert caught.value.subject == "sharding.fit"

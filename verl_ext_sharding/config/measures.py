@@ -1,0 +1,69 @@
+"""Memory measures that verl has no key for, per role: read from the request, carried to the workers in the run's spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl_ext_sharding.config.schema import CheckpointingConfig, RoleConfig, ShardingConfig
+
+ENGINE_ROLES = ("actor", "ref", "critic")
+
+
+@dataclass(kw_only=True, frozen=True)
+class RoleMeasures:
+    """What our engines do for one role. None and False: nothing.
+
+    Args:
+        attention: As asked for ("auto", "varlen", ...); the worker decides what its card can run.
+        logits: "auto", "fused", "chunked" or "full".
+        checkpointing: `True` for the policy with the best time for its memory, or the keys of `policy_config`.
+        offload_activations: Activations live on the host between forward and backward.
+        optimizer_per_step: Optimizer states come to the device for the step alone.
+    """
+
+    attention: str | None = None
+    logits: str | None = None
+    checkpointing: bool | dict[str, Any] | None = None
+    offload_activations: bool = False
+    optimizer_per_step: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def measures_of(request: ShardingConfig) -> dict[str, RoleMeasures]:
+    """The measures of each role that asks for any."""
+    found = {role: _role(getattr(request.roles, role)) for role in ENGINE_ROLES}
+    return {role: measures for role, measures in found.items() if measures != RoleMeasures()}
+
+
+def _role(config: RoleConfig) -> RoleMeasures:
+    checkpointing = config.gradient_checkpointing
+    if isinstance(checkpointing, CheckpointingConfig):
+        policy: bool | dict[str, Any] | None = checkpointing.given()
+    else:
+        policy = True if checkpointing else None
+    return RoleMeasures(
+        attention=config.attn_implementation,
+        logits=getattr(config, "logits", None),
+        checkpointing=policy,
+        offload_activations=bool(config.offload.activations),
+        optimizer_per_step=config.offload.optimizer == "step",
+    )
+
+
+def handled_keys(request: ShardingConfig) -> Iterator[str]:
+    """Keys of the request that became measures."""
+    for role, measures in measures_of(request).items():
+        prefix = f"sharding.roles.{role}"
+        names = {
+            "attn_implementation": measures.attention,
+            "logits": measures.logits,
+            "gradient_checkpointing": measures.checkpointing,
+            "offload.activations": measures.offload_activations,
+            "offload.optimizer": measures.optimizer_per_step,
+        }
+        yield from (f"{prefix}.{name}" for name, value in names.items() if value)
