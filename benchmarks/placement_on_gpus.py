@@ -78,6 +78,7 @@ def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Names
         "critic.strategy=fsdp2",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={args.batch}",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "critic.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
         "actor_rollout_ref.ref.fsdp_config.use_torch_compile=False",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",

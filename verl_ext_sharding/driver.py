@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext_sharding import envs, rollout
+from verl_ext_sharding import envs, launchers, rollout
 from verl_ext_sharding.cli import render
 from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.config import cpu
@@ -46,6 +46,7 @@ class Plan:
         placement: Role -> devices.
         changes: verl's keys that were set.
         table: Role, worker class, engine, devices, ranks, node, for people and programs.
+        critic_attention: The critic's attention is set by verl's own key, which stock verl ignores.
     """
 
     request: ShardingConfig
@@ -53,6 +54,7 @@ class Plan:
     placement: Placement
     changes: tuple[KeyChange, ...]
     table: PlacementTable
+    critic_attention: bool = False
 
 
 def asked_for(config: DictConfig) -> bool:
@@ -104,12 +106,14 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
     facts = job_facts(config)
     checks.check_job(placement, facts)
     _check_token_budgets(config, facts, placement)
+    _check_hf_rollout(config)
     plan = Plan(
         request=request,
         facts=facts,
         placement=placement,
         changes=tuple(applied),
         table=placement_table(placement, facts),
+        critic_attention=OmegaConf.select(config, CRITIC_ATTENTION, default=None) is not None,
     )
     _prepared = config, plan
     return plan
@@ -132,6 +136,17 @@ def _check_token_budgets(config: DictConfig, facts: JobFacts, placement: Placeme
     check_token_budgets(budgets, longest_sequence(values))
 
 
+def _check_hf_rollout(config: DictConfig) -> None:
+    block = config.actor_rollout_ref
+    if OmegaConf.select(block, "rollout.name", throw_on_missing=False) != rollout.NAME:
+        return
+    from verl_ext_sharding.rollout.checks import check_rollout
+
+    nested = {name: OmegaConf.to_container(block[name], resolve=True) for name in ("rollout", "model")}
+    for error in check_rollout(nested["rollout"], nested["model"]):
+        raise error
+
+
 def rollout_changes(config: DictConfig) -> list[KeyChange]:
     """What `rollout.name=hf` needs of verl: an agent loop that gives each request its seed."""
     if OmegaConf.select(config, "actor_rollout_ref.rollout.name", throw_on_missing=False) != rollout.NAME:
@@ -150,6 +165,7 @@ def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: 
         config: The composed config.
         task_runner_class: verl's or a recipe's Ray actor class.
     """
+    launchers.require_one_driver(joins_ray=cpu.finds_ray())
     plan = prepare(config)
     if cpu.is_cpu(config):
         os.environ[envs.VERL_PLATFORM] = "cpu"
@@ -208,6 +224,7 @@ class TaskRunnerGate:
         render.show_settings(settings)
         env_vars |= hygiene.as_env(settings)
         os.environ.update(hygiene.as_env(settings))
+        events.emit("communication", processes={"driver": {name: os.environ.get(name) for name in hygiene.NAMES}})
         runtime_env = dict(self._options.pop("runtime_env", {}))
         runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **env_vars}
         return self._task_runner_class.options(**self._options, runtime_env=runtime_env).remote(*args, **kwargs)
@@ -230,9 +247,7 @@ def needed_keys(plan: Plan) -> tuple[str, ...]:
     measures = measures_of(plan.request)
     if any(m.logits in ("auto", "chunked") for m in measures.values()):
         needed.append(LOGITS)
-    if measures.get("critic", RoleMeasures()).attention is not None:
-        needed.append(CRITIC_ATTENTION)
-    if any(change.key == CRITIC_ATTENTION for change in plan.changes):
+    if plan.critic_attention or measures.get("critic", RoleMeasures()).attention is not None:
         needed.append(CRITIC_ATTENTION)
     return tuple(needed)
 
@@ -272,12 +287,13 @@ def _not_switched_on(changed: Mapping[str, Any]) -> ConfigError:
 
 def select_cpu() -> None:
     """Makes this process and every Ray process of the run use verl's `cpu` platform."""
-    from verl.plugin.platform import set_platform
+    from verl.plugin.platform import get_platform, set_platform
 
     from verl_ext_sharding.platforms.cpu import PlatformCPU
 
     os.environ[envs.VERL_PLATFORM] = "cpu"
-    set_platform(PlatformCPU())
+    if get_platform().device_name != "cpu":  # chosen before, from the environment or by an import
+        set_platform(PlatformCPU())
 
 
 def view_for_validation(config: DictConfig) -> DictConfig:

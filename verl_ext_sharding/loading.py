@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from types import ModuleType
 
 from verl_ext_sharding import platforms, rollout, versions
 from verl_ext_sharding.config import spec
+from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.errors import PatchError
 from verl_ext_sharding.patching import install
 from verl_ext_sharding.patching.deferred import when_imported
@@ -29,6 +31,7 @@ def load() -> None:
     run = spec.current()
     platforms.register()
     if run is None:
+        _refuse_several_drivers()
         when_imported("hydra.core.plugins", _register_config)
         install(known_specs(), process="driver")
         return
@@ -36,10 +39,30 @@ def load() -> None:
     logging.getLogger("verl_ext_sharding").setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
     when_imported(rollout.BASE_MODULE, rollout.register_adapter)
     when_imported(rollout.REPLICA_MODULE, rollout.register_replica)
+    install_for_roles(run)
+
+
+def install_for_roles(run: RunSpec) -> None:
+    """Engines and patches for a process that runs roles: each Ray worker of a run, each process of SFT.
+
+    Args:
+        run: The run's spec.
+
+    Raises:
+        PatchError: A patch that the run needs does not fit this verl.
+    """
     when_imported("verl.workers.engine", _register_engines)
     # A patch that no key of this run needs stays out: null leaves verl alone.
     wanted = [patch for patch in known_specs() if patch.needed_by is None or patch.needed_by in run.needed]
     install(wanted, process="worker", needed=run.needed)
+
+
+def _refuse_several_drivers() -> None:
+    """Answers a launcher around the PPO trainer at once, where the command line tells enough."""
+    if sys.argv[:1] == ["-m"]:  # Python is still looking for the module that it will run
+        from verl_ext_sharding import launchers
+
+        launchers.refuse_at_start(os.environ, sys.argv, sys.orig_argv)
 
 
 def _register_config(_module: ModuleType) -> None:

@@ -84,9 +84,7 @@ def test_a_patch_that_does_not_fit_is_a_problem_and_says_why(capsys, monkeypatch
     pretend(monkeypatch, verl="0.10.0")
     found = report(capsys, 1)
     unfit = [patch for patch in found["patches"] if patch["state"] == "failed"]
-    assert {patch["id"] for patch in unfit} == {
-        spec.id for spec in ledger.known_specs() if spec.distribution == "verl"
-    }
+    assert {patch["id"] for patch in unfit} == {spec.id for spec in ledger.known_specs() if spec.distribution == "verl"}
     for patch in unfit:
         assert any(line.startswith(f"patch {patch['id']} does not fit") for line in found["problems"])
 

@@ -95,15 +95,15 @@ def test_the_keys_of_verl_that_change_are_shown_as_overrides_with_why(shown):
 
 
 def test_what_is_shown_can_be_typed(shown, compose):
-    for setting in ("critic.max_tokens=4096", "actor.compute_dtype=bfloat16", "critic.micro_batch_size=2"):
-        text = shown(*JOB, f"sharding.roles.{setting}")
-        overrides = [line.split("  (was")[0].strip() for line in text.splitlines() if "  (was" in line]
-        assert overrides
-        typed = compose(*JOB, *overrides)
-        data = json.loads(shown("--json", *JOB, f"sharding.roles.{setting}"))
-        for change in data["changes"]:
-            value = OmegaConf.select(typed, change["key"])
-            assert (OmegaConf.to_container(value) if OmegaConf.is_config(value) else value) == change["new"]
+    settings = ["critic.max_tokens=4096", "actor.compute_dtype=bfloat16", "ref.micro_batch_size=2"]
+    settings = [f"sharding.roles.{setting}" for setting in settings]
+    lines = [line.split("  (was")[0].strip() for line in shown(*JOB, *settings).splitlines() if "  (was" in line]
+    typed = compose(*JOB, *lines)
+    changes = json.loads(shown("--json", *JOB, *settings))["changes"]
+    assert len(changes) == len(lines) > len(settings)
+    for change in changes:
+        value = OmegaConf.select(typed, change["key"])
+        assert (OmegaConf.to_container(value) if OmegaConf.is_config(value) else value) == change["new"]
 
 
 def test_a_long_override_is_not_folded(capsys):
@@ -146,7 +146,9 @@ def test_a_recipes_config_is_planned(shown, tmp_path):
 
 def test_the_megatron_config_is_planned(shown):
     lines = [line for line in JOB if "tensor_model" not in line]
-    text = shown("--config-name", "ppo_megatron_trainer", *lines, *SPLIT, "actor_rollout_ref.rollout.data_parallel_size=1")
+    text = shown(
+        "--config-name", "ppo_megatron_trainer", *lines, *SPLIT, "actor_rollout_ref.rollout.data_parallel_size=1"
+    )
     assert cells(text, "critic")[2] == "megatron"
 
 
@@ -156,12 +158,15 @@ def test_the_megatron_config_is_planned(shown):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["sharding.roles.critc.devices=[1]"], ["sharding.roles.critc: no such key", "did you mean sharding.roles.critic?"]),
+        (
+            ["sharding.roles.critc.devices=[1]"],
+            ["sharding.roles.critc: no such key", "did you mean sharding.roles.critic?"],
+        ),
         (["sharding.roles.critic.dtype=bf16"], ["sharding.roles.critic.dtype", "bfloat16", "bf16"]),
         (["sharding.roles.critic.devices=[4]"], ["sharding.roles.critic.devices", "devices 0 to 3", "device 4"]),
         (["sharding.roles.critic.devices=[1,1]"], ["device 1 more than once", "sharding.roles.critic.devices=[1]"]),
         (["sharding.roles.reward.devices=[1]"], ["sharding.roles.reward.devices", "reward.reward_model.enable=True"]),
-        (["sharding.roles.actor.logits=fused"], ["sharding.roles.actor.logits", "nothing acts on this key yet"]),
+        (["sharding.roles.reward.dtype=float16"], ["sharding.roles.reward.dtype", "nothing acts on this key yet"]),
         (["data.train_batch_size=9"], ["data.train_batch_size", "9 prompts x 1 responses", "data.train_batch_size=12"]),
         (["trainer.use_v1=False"], ["trainer.use_v1", "trainer.use_v1=True"]),
         (["trainer.plugin=shardng"], ["trainer.plugin", "shardng", "trainer.plugin=sharding"]),

@@ -66,7 +66,9 @@ def composed(tmp_path_factory):
     verl = next(iter(util.find_spec("verl").submodule_search_locations))
     by_pkg = write_recipe(root / "by_pkg", PKG)
     by_file = write_recipe(root / "by_file", f"file://{verl}/trainer/config")
-    own = "trainer: {plugin: sharding}\nsharding: {fit: off, guards: {token_ids: off}, roles: {critic: {devices: 2-3}}}\n"
+    own = (
+        "trainer: {plugin: sharding}\nsharding: {fit: off, guards: {token_ids: off}, roles: {critic: {devices: 2-3}}}\n"
+    )
     in_yaml = write_recipe(root / "in_yaml", PKG, own)
     typo = write_recipe(root / "typo", PKG, "sharding: {roles: {critc: {devices: [1]}}}\n")
     ppo = (None, "ppo_trainer")
@@ -114,9 +116,7 @@ def composed(tmp_path_factory):
 # Composed
 
 
-@pytest.mark.parametrize(
-    "case", ["ppo", "megatron file", "megatron choice", "sft", "recipe by pkg", "recipe by file"]
-)
+@pytest.mark.parametrize("case", ["ppo", "megatron file", "megatron choice", "sft", "recipe by pkg", "recipe by file"])
 def test_the_plugin_is_asked_for_without_a_plus(case, composed):
     config = composed[case]["config"]
     assert config["trainer"]["plugin"] == "sharding"

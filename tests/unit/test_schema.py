@@ -295,6 +295,12 @@ def test_a_misspelt_key_inside_the_checkpointing_block_is_refused():
     assert refusal(nested(CHECKPOINTING, {"polcy": "full"})).remedy == f"did you mean {CHECKPOINTING}.policy?"
 
 
+def test_the_keys_that_were_set_are_kept_also_where_they_are_zero_or_false():
+    config = CheckpointingConfig(policy="budget", budget=0, compile=False)
+    assert config.given() == {"policy": "budget", "budget": 0, "compile": False}
+    assert CheckpointingConfig().given() == {}
+
+
 @pytest.mark.parametrize("budget", [0, 1, 0.25, "4GiB", "512 MiB", "1.5TB", "100B"])
 def test_a_checkpointing_budget_is_a_share_or_bytes(budget):
     ShardingConfig.parse(nested(CHECKPOINTING, {"policy": "budget", "budget": budget}))

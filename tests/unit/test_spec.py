@@ -7,6 +7,7 @@ import pytest
 
 from verl_ext_sharding import envs
 from verl_ext_sharding.config import spec
+from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.placement.bundles import place
 from verl_ext_sharding.versions import __version__
@@ -28,6 +29,7 @@ def make(job):
         {"hybrid_rollout": False, "timeout_s": 7.5},
         {"needed": ("trainer.plugin", "sharding.roles.*.devices")},
         {"version": "9.9"},
+        {"measures": {"critic": RoleMeasures(attention="sdpa", checkpointing={"policy": "every_n", "every": 2})}},
     ],
     ids=str,
 )
@@ -53,6 +55,7 @@ def test_a_spec_carries_the_drivers_version(make):
         {"needed": ("a",)},
         {"version": "0"},
         {"bundle_cpus": 2},
+        {"measures": {"actor": RoleMeasures(logits="fused")}},
     ],
     ids=str,
 )

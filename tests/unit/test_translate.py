@@ -7,7 +7,8 @@ from omegaconf import OmegaConf
 
 from verl_ext_sharding.config.changes import apply_changes
 from verl_ext_sharding.config.facts import job_facts
-from verl_ext_sharding.config.schema import CheckpointingConfig, ShardingConfig
+from verl_ext_sharding.config.measures import handled_keys
+from verl_ext_sharding.config.schema import ShardingConfig
 from verl_ext_sharding.config.translate import request_of, translate, values_of
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.bundles import place
@@ -87,6 +88,12 @@ def test_offload_switches_the_engines_own_keys(role, value, everything):
     offload = f"sharding.roles.{role}.offload"
     assert new_values(f"{offload}.params", value, everything) == {f"{engine(role)}.param_offload": value}
     assert new_values(f"{offload}.optimizer", value, everything) == {f"{engine(role)}.optimizer_offload": value}
+
+
+@pytest.mark.parametrize(("role", "model"), [("actor", "actor_rollout_ref.model"), ("critic", "critic.model")])
+def test_activations_that_shall_stay_switch_verls_own_offload_off(role, model, everything):
+    key = f"sharding.roles.{role}.offload.activations"
+    assert new_values(key, False, everything) == {f"{model}.enable_activation_offload": False}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +201,7 @@ def test_a_rollout_server_across_nodes_is_told_how_many_ranks_a_node_has(per_nod
 
 
 SAMPLES = [True, False, 2, 0.25, "auto", "off", "report", "fsdp", "device_map", "float16", "sdpa", "fused", "full", [1]]
-SAMPLES += ["mask", "error", "cpu", CheckpointingConfig()]
+SAMPLES += ["mask", "error", "cpu", "step", {"policy": "full"}, {"use_reentrant": False}]
 ACT_ELSEWHERE = ("sharding.placement.", "sharding.communication.")
 ALREADY_SO = {
     "sharding.fit": ["off", False],
@@ -204,6 +211,8 @@ ALREADY_SO = {
     "sharding.roles.ref.logits": ["full"],
     "sharding.roles.ref.gradient_checkpointing": [False],
     "sharding.roles.ref.offload.params": [True],
+    "sharding.roles.ref.offload.optimizer": [False],
+    "sharding.roles.ref.offload.activations": [False],
 }
 """Values that ask for what happens anyway, without any key of verl."""
 
@@ -222,26 +231,40 @@ def names_of_keys():
 
 
 @pytest.mark.parametrize("key", names_of_keys())
-def test_each_key_sets_a_key_of_verl_or_acts_on_placement_or_is_refused_by_its_name(key, everything):
-    tried = 0
-    for sample in SAMPLES:
-        block = {"policy": "full"} if isinstance(sample, CheckpointingConfig) else sample
-        try:
-            request = requested(key, block)
-        except ConfigError:
-            continue  # not a value of this key
-        if key not in request.changed():
-            continue
-        tried += 1
-        try:
-            changes = translated(request, everything)
-        except ConfigError as error:
-            assert error.subject == key, sample
-            assert sample not in ALREADY_SO.get(key, [])
+def test_each_key_sets_a_key_of_verl_or_acts_elsewhere_or_is_refused_by_its_name(key, everything):
+    requests = [(sample, request_for(key, sample)) for sample in SAMPLES]
+    requests = [(sample, request) for sample, request in requests if request is not None and key in request.changed()]
+    assert requests, f"no sample is a value of {key}"
+    for sample, request in requests:
+        refused, whys = outcome(request, everything)
+        if refused is not None:
+            assert key.startswith(refused.subject), sample
+            assert key in str(refused), sample
             continue
         acts = key.endswith(".devices") or key.startswith(ACT_ELSEWHERE) or sample in ALREADY_SO.get(key, [])
-        assert acts or any(change.why == key for change in changes), f"{key}={sample} was skipped"
-    assert tried, f"no sample is a value of {key}"
+        assert acts or key in whys or key in handled_keys(request), f"{key}={sample} was skipped"
+
+
+def request_for(key, sample):
+    """The request with a sample as the value of a key, or None if it is no value of that key."""
+    try:
+        return requested(key, sample)
+    except ConfigError:
+        return None
+
+
+def outcome(request, config):
+    """The error that a request ends in, if any, and the keys that became keys of verl."""
+    try:
+        return None, {change.why for change in translated(request, config)}
+    except ConfigError as error:
+        return error, set()
+
+
+@pytest.mark.parametrize("key", ALREADY_SO)
+def test_a_value_that_asks_for_what_happens_anyway_is_accepted(key, everything):
+    for value in ALREADY_SO[key]:
+        assert outcome(requested(key, value), everything) == (None, set())
 
 
 @pytest.mark.parametrize("role", ["reward", "teacher"])
@@ -282,7 +305,12 @@ def test_devices_can_be_set_for_any_engine(compose):
 CLASHES = [
     ("sharding.roles.critic.dtype", "bfloat16", "critic.fsdp.model_dtype", "fp32"),
     ("sharding.roles.actor.compute_dtype", "float16", f"{ACTOR}.fsdp_config.mixed_precision", "{param_dtype:bf16}"),
-    ("sharding.roles.actor.gradient_checkpointing", False, "actor_rollout_ref.model.enable_gradient_checkpointing", "true"),
+    (
+        "sharding.roles.actor.gradient_checkpointing",
+        False,
+        "actor_rollout_ref.model.enable_gradient_checkpointing",
+        "true",
+    ),
     ("sharding.roles.critic.offload.params", True, "critic.fsdp.param_offload", "false"),
     ("sharding.roles.critic.offload.optimizer", True, "critic.fsdp.optimizer_offload", "false"),
     ("sharding.roles.ref.micro_batch_size", 4, f"{REF}.log_prob_micro_batch_size_per_gpu", "8"),

@@ -47,6 +47,7 @@ def grpo_overrides(folder) -> list[str]:
         "algorithm.use_kl_in_reward=False",
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.rollout.n=2",
+        "sharding.roles.rollout.batch_size=4",
         "trainer.test_freq=3",
         "trainer.save_freq=2",
         f"trainer.default_local_dir={folder}/checkpoints",
@@ -55,8 +56,8 @@ def grpo_overrides(folder) -> list[str]:
 
 @pytest.fixture(scope="session")
 def grpo(grpo_folder):
-    """GRPO with validation and a checkpoint at step 2."""
-    return harness.run_trainer(grpo_folder / "first", grpo_overrides(grpo_folder))
+    """GRPO with validation, a checkpoint at step 2, a limit on requests, and a variable that the user exported."""
+    return harness.run_trainer(grpo_folder / "first", grpo_overrides(grpo_folder), env={"NCCL_IB_DISABLE": "0"})
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ def test_weights_move_so_that_equal_numbers_mean_something(split):
     entropies = [split.metrics[step]["actor/entropy"] for step in range(1, STEPS + 1)]
     assert len(set(entropies)) == STEPS
     assert all(split.metrics[step]["actor/grad_norm"] > 0.1 for step in range(1, STEPS + 1))
-    assert split.metrics[STEPS]["actor/reward_kl_penalty"] > 0
+    assert split.metrics[STEPS]["actor/reward_kl_penalty"] != 0
 
 
 def test_the_planned_table_comes_before_the_workers_and_names_who_shares(overlapping):

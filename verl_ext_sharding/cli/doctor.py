@@ -8,6 +8,8 @@ from importlib import metadata
 
 from verl_ext_sharding import envs, versions
 from verl_ext_sharding.cli import render
+from verl_ext_sharding.communication import hygiene
+from verl_ext_sharding.config.schema import CommunicationConfig
 from verl_ext_sharding.patching import ledger
 
 DISTRIBUTIONS = ("verl", "torch", "ray", "vllm", "sglang", "transformers", "accelerate", "hydra-core", "TransferQueue")
@@ -53,6 +55,16 @@ def run(*, as_json: bool) -> int:
 def _every_need() -> list[str]:
     """Every key that makes a patch necessary: a patch that some run needs must fit."""
     return [spec.needed_by for spec in ledger.known_specs() if spec.needed_by is not None]
+
+
+def show_env(*, as_json: bool) -> int:
+    """Prints the communication variables that a run would set on this node, and why."""
+    settings = hygiene.decide_here(CommunicationConfig())
+    if as_json:
+        render.show_json([asdict(setting) for setting in settings])
+    else:
+        render.show_settings(settings)
+    return 0
 
 
 def _remark(name: str, version: str | None) -> str:

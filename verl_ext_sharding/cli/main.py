@@ -56,6 +56,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor = commands.add_parser("doctor", help="what is installed, what is active, which patches fit")
+    doctor.add_argument("--env", action="store_true", help="how this node communicates: variables of a run, and why")
     doctor.add_argument("--json", action="store_true", help="for programs")
     doctor.set_defaults(run=_doctor)
 
@@ -82,7 +83,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from verl_ext_sharding.cli import doctor
 
-    return doctor.run(as_json=options.json)
+    return doctor.show_env(as_json=options.json) if options.env else doctor.run(as_json=options.json)
 
 
 if __name__ == "__main__":

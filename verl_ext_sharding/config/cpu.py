@@ -69,7 +69,7 @@ def changes(config: DictConfig, facts: JobFacts, placement: Placement) -> Iterat
 
 def _ray(config: DictConfig, facts: JobFacts, placement: Placement) -> Iterator[KeyChange]:
     """Logical devices, and CPUs for their bundles, where verl will start a Ray of one node itself."""
-    if placement.topology.num_nodes > 1 or "RAY_OVERRIDE_RESOURCES" in os.environ or _finds_ray():
+    if placement.topology.num_nodes > 1 or "RAY_OVERRIDE_RESOURCES" in os.environ or finds_ray():
         return
     needed = placement.topology.num_devices * placement.colocate_count + facts.transfer_queue_units + 4
     yield KeyChange(key="ray_kwargs.ray_init.num_gpus", new=placement.topology.num_devices, why=_WHY, default=True)
@@ -78,7 +78,7 @@ def _ray(config: DictConfig, facts: JobFacts, placement: Placement) -> Iterator[
         yield KeyChange(key="ray_kwargs.ray_init.num_cpus", new=num_cpus, why=_WHY, default=True)
 
 
-def _finds_ray() -> bool:
+def finds_ray() -> bool:
     """Whether `ray.init` would join a cluster that is there already, and so refuse to be told its resources."""
     import ray
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl_ext_sharding.config.schema import CheckpointingConfig, RoleConfig, ShardingConfig
+if TYPE_CHECKING:  # every worker reads this module when verl is imported, and the schema takes longest of all of ours
+    from verl_ext_sharding.config.schema import CheckpointingConfig, RoleConfig, ShardingConfig
 
 ENGINE_ROLES = ("actor", "ref", "critic")
 
@@ -41,18 +42,19 @@ def measures_of(request: ShardingConfig) -> dict[str, RoleMeasures]:
 
 
 def _role(config: RoleConfig) -> RoleMeasures:
-    checkpointing = config.gradient_checkpointing
-    if isinstance(checkpointing, CheckpointingConfig):
-        policy: bool | dict[str, Any] | None = checkpointing.given()
-    else:
-        policy = True if checkpointing else None
     return RoleMeasures(
         attention=config.attn_implementation,
         logits=getattr(config, "logits", None),
-        checkpointing=policy,
+        checkpointing=_checkpointing(config.gradient_checkpointing),
         offload_activations=bool(config.offload.activations),
         optimizer_per_step=config.offload.optimizer == "step",
     )
+
+
+def _checkpointing(asked: bool | CheckpointingConfig | None) -> bool | dict[str, Any] | None:
+    if asked is None or isinstance(asked, bool):
+        return asked or None
+    return asked.given() or True
 
 
 def handled_keys(request: ShardingConfig) -> Iterator[str]:

@@ -59,7 +59,8 @@ class CheckpointingConfig:
 
     def given(self) -> dict[str, Any]:
         """The keys that were set."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, False)}
+        keys = dataclasses.asdict(self)
+        return {name: value for name, value in keys.items() if value is not None and name != "use_reentrant"}
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -71,7 +71,7 @@ def translate(
     """
     changes: list[KeyChange] = []
     for role in ("actor", "ref", "critic"):
-        changes += _role(role, getattr(request.roles, role), facts)
+        changes += role_changes(role, getattr(request.roles, role), facts)
     changes += translate_limits(request.roles.rollout, current, context_length=None, explicit=explicit)
     changes += _servers(placement, facts)
     limits = {f"sharding.roles.rollout.{name}" for name in ROLLOUT_LIMITS}  # they act even where they change nothing
@@ -79,7 +79,17 @@ def translate(
     return changes
 
 
-def _role(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[KeyChange]:
+def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[KeyChange]:
+    """verl's keys of one trained role, where its engine stands in a PPO config.
+
+    Args:
+        role: "actor", "ref" or "critic".
+        config: What the user asked for it.
+        facts: The job; of it, the role's engine counts.
+
+    Raises:
+        ConfigError: The job has no such role, its engine is not FSDP, or two settings exclude each other.
+    """
     prefix = f"sharding.roles.{role}"
     engine = _ENGINE_BLOCK[role]
     if config == type(config)(devices=config.devices):
@@ -104,6 +114,9 @@ def _role(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[KeyChange]
         key = f"{engine}.optimizer_offload"
         between_phases = config.offload.optimizer is True  # "step" is ours, and leaves nothing for verl to move
         yield KeyChange(key=key, new=between_phases, why=f"{prefix}.offload.optimizer")
+    if config.offload.activations is False and role in _MODEL_BLOCK:
+        key = f"{_MODEL_BLOCK[role]}.enable_activation_offload"
+        yield KeyChange(key=key, new=False, why=f"{prefix}.offload.activations")
     if config.micro_batch_size is not None and config.max_tokens is not None:
         raise _two_micro_batches(prefix)
     if config.micro_batch_size is not None:
@@ -165,6 +178,7 @@ def refuse_unsupported(request: ShardingConfig, handled: set[str]) -> None:
 def _is_default_effect(key: str, value: Any) -> bool:
     """Values that ask for what happens anyway."""
     stays = [("layout", "fsdp"), ("gradient_checkpointing", False), ("logits", "full"), ("params", True)]
+    stays += [("optimizer", False), ("activations", False)]
     role = key.split(".")[2] if key.startswith("sharding.roles.") else ""
     name = key.rpartition(".")[2]
     if role == "ref":

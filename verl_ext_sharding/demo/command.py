@@ -38,6 +38,7 @@ def overrides(assets: Assets, *, device: str, num_devices: int, steps: int) -> l
 def _job(assets: Assets, num_devices: int, steps: int) -> list[str]:
     return [
         "trainer.nnodes=1",
+        "+ray_kwargs.ray_init.include_dashboard=False",
         f"trainer.n_gpus_per_node={num_devices}",
         f"trainer.total_training_steps={steps}",
         "trainer.logger=[console]",

@@ -1,21 +1,26 @@
 """verl's FSDP engines with the memory measures of the run's spec: attention, log-probs, checkpointing, offload.
 
 Registered beside verl's own for the same device with a vendor, which `EngineRegistry` looks up first; verl's entries stay
-as they are. A role without measures runs verl's engine, method for method.
+as they are. A role without measures runs verl's engine, method for method, with one exception: where verl's own
+`enable_activation_offload` is on, ours runs in its place (see `_offloads_activations`).
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from verl.plugin.platform import get_platform
+from verl.utils import tensordict_utils as tu
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext_sharding.config import spec
 from verl_ext_sharding.config.measures import RoleMeasures
-from verl_ext_sharding.training import attention, checkpointing, lm_head
+from verl_ext_sharding.patch_points.logprobs import LogitsPath, logits_path
+from verl_ext_sharding.training import attention, checkpointing, lm_head, logprobs
 from verl_ext_sharding.training.offload import ActivationOffload
 from verl_ext_sharding.training.optimizer_offload import OptimizerStateOffload
 from verl_ext_sharding.training.policy_config import parse_policy
@@ -32,48 +37,78 @@ class MeasuredEngineMixin:
 
     model_config: Any
     engine_config: Any
+    module: torch.nn.Module
+    rank: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         run = spec.current()
         self.role = _role(self.model_config, self.engine_config)
         self.measures = run.measures.get(self.role, RoleMeasures()) if run is not None else RoleMeasures()
+        self.applied: dict[str, str] = {}
+        """What was done for the role, in words, by measure."""
+        self._fused = False
+        self._warned = False
+        if self.measures == RoleMeasures() and not self.model_config.enable_activation_offload:
+            return
+        # The rollout, and with some versions of verl the reference, hold the same object: what follows is this role's.
+        self.model_config = copy.copy(self.model_config)
+        object.__setattr__(self.model_config, "hf_config", copy.deepcopy(self.model_config.hf_config))
+        if self.measures.logits not in (None, "full"):
+            self.compute_entropy_from_logits = logprobs.entropy_from_logits
+
+    # Building
 
     def _build_module(self) -> torch.nn.Module:
         if self.measures.attention is not None:
-            attention.set_attention(self.model_config.hf_config, self._attention())
-        logits = self._logits_before_build()
+            choice = self._attention(self.measures.attention)
+            attention.set_attention(self.model_config.hf_config, choice)
+            self.applied["attention"] = f"{choice.name} ({choice.reason})"
+        if self.measures.logits is not None:
+            self._set_fused(False)  # verl's own patch of the model looks at it while the model is built
         module: torch.nn.Module = super()._build_module()  # type: ignore[misc]
-        if logits is not None:
-            self._apply_logits(module, logits)
+        if self.measures.logits is not None:
+            self._apply_logits(module, self.measures.logits)
         return module
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        if self.measures.checkpointing is not None:
-            policy = parse_policy(self.measures.checkpointing)
-            assert policy is not None
-            policy.apply(module, device_type=get_platform().device_name)
-            applied = checkpointing.applied(module)
-            logger.info("gradient checkpointing of %s: %s", self.role, applied)
-        if self.measures.offload_activations:
-            ActivationOffload().apply(module, device_type=get_platform().device_name)
+        device_type = get_platform().device_name
+        policy = parse_policy(self.measures.checkpointing)
+        if policy is not None:
+            policy.apply(module, device_type=device_type)
+        if self._offloads_activations():
+            ActivationOffload().apply(module, device_type=device_type)
+        recompute = checkpointing.applied(module)
+        if recompute is not None:
+            because = f" ({recompute.reason})" if recompute.reason else ""
+            self.applied["gradient checkpointing"] = f"{recompute.policy.name}, {recompute.effect}{because}"
         return super()._build_fsdp_module(module)  # type: ignore[misc]
 
     def _build_optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = super()._build_optimizer(module)  # type: ignore[misc]
-        if self.measures.optimizer_per_step:
+        # With FSDP2's CPUOffloadPolicy the states are born on the host and the optimizer steps there.
+        if self.measures.optimizer_per_step and not self._uses_fsdp2_cpu_offload_policy:  # type: ignore[attr-defined]
             OptimizerStateOffload().apply(optimizer)
+            self.applied["optimizer states"] = "on the host but for the step"
         return optimizer
 
-    def _attention(self) -> attention.AttentionChoice:
-        config = self.model_config.hf_config
+    def initialize(self) -> None:
+        """As verl's; says what was done for the role."""
+        super().initialize()  # type: ignore[misc]
+        if self.applied and self.rank == 0:
+            words = "; ".join(f"{name}: {how}" for name, how in self.applied.items())
+            logger.info("memory of %s: %s", self.role, words)
+
+    # Attention
+
+    def _attention(self, requested: str) -> attention.AttentionChoice:
         return attention.resolve_attention(
-            self.measures.attention or "auto",
+            requested,
             use_remove_padding=bool(self.model_config.use_remove_padding),
             device_capability=_capability(),
             flash_attn_importable=attention.flash_attn_importable(),
             torch_version=torch.__version__,
-            model_supports=attention.model_support(config),
+            model_supports=attention.model_support(self.model_config.hf_config),
             dtype=self._compute_dtype(),
             ulysses_size=int(self.engine_config.ulysses_sequence_parallel_size),
             role=self.role,
@@ -84,28 +119,65 @@ class MeasuredEngineMixin:
         dtype: torch.dtype = PrecisionType.to_dtype(precision.get("param_dtype", "bf16"))
         return dtype
 
-    def _logits_before_build(self) -> str | None:
-        """What to do about log-probs; verl's monkey patch of the model looks at `use_fused_kernels` while it builds."""
-        if self.measures.logits in (None, "full"):
-            return None
-        self._set_fused(False)
-        return self.measures.logits
+    # Log-probs
 
-    def _apply_logits(self, module: torch.nn.Module, requested: str) -> None:
+    def _apply_logits(self, module: Any, requested: str) -> None:
         choice = lm_head.resolve_logits(
-            requested, obstacle=lm_head.fused_obstacle(module), needs_logits=self._needs_logits(), role=self.role
+            requested, obstacle=lm_head.fused_obstacle(module), needs_logits=None, role=self.role
         )
-        logger.info("log-probs of %s: %s (%s)", self.role, choice.name, choice.reason)
         if choice.name == "fused":
             lm_head.apply(module, compiled=bool(self.engine_config.use_torch_compile))
             self._set_fused(True)
-
-    def _needs_logits(self) -> str | None:
-        return "calculate_sum_pi_squared" if getattr(self.engine_config, "calculate_sum_pi_squared", False) else None
+        self.applied["log-probs"] = f"{choice.name} ({choice.reason})"
 
     def _set_fused(self, value: bool) -> None:
+        self._fused = value
         for config in (self.model_config, self.engine_config):
             object.__setattr__(config, "use_fused_kernels", value)  # verl's configs are frozen
+
+    def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool) -> Any:
+        """As verl's, with log-probs and entropy computed the way that the role asks for."""
+        with logits_path(self._logits_path(micro_batch)):
+            return super().forward_step(  # type: ignore[misc]
+                micro_batch, loss_function=loss_function, forward_only=forward_only
+            )
+
+    def _logits_path(self, micro_batch: Any) -> LogitsPath | None:
+        requested = self.measures.logits
+        if requested is None or requested == "full":
+            return None if requested is None else "full"
+        reader = _reads_logits(micro_batch) if self._fused else None
+        if reader is not None:
+            choice = lm_head.resolve_logits(requested, obstacle=None, needs_logits=reader, role=self.role)
+            tu.assign_non_tensor(micro_batch, use_fused_kernels=False)
+            if not self._warned:
+                logger.warning("log-probs of %s: %s for such batches (%s)", self.role, choice.name, choice.reason)
+                self._warned = True
+        return "chunked"
+
+    # Activations
+
+    def _offloads_activations(self) -> bool:
+        """Whether ours runs, for our key or for verl's `enable_activation_offload`, which is switched off here.
+
+        verl's makes checkpointing reentrant, so that it moves nothing (verl#3629), and stops at a layer that saves a
+        tuple (verl#7472).
+        """
+        verls = bool(self.model_config.enable_activation_offload)
+        if verls:
+            object.__setattr__(self.model_config, "enable_activation_offload", False)
+        if self.engine_config.forward_only or not (verls or self.measures.offload_activations):
+            return False
+        of_verl = " in place of verl's, which forces reentrant checkpointing" if verls else ""
+        self.applied["activations"] = f"on the host between forward and backward{of_verl}"
+        return True
+
+    def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        """As verl's; counts how often layers were compiled anew, which steps should not add to."""
+        outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
+        if self.measures.checkpointing is not None and self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
+            outputs["metrics"]["layer_recompiles"] = [checkpointing.recompiles(self.module)]
+        return outputs
 
 
 def _role(model_config: Any, engine_config: Any) -> str:
@@ -117,3 +189,11 @@ def _role(model_config: Any, engine_config: Any) -> str:
 def _capability() -> tuple[int, int] | None:
     major, minor = get_platform().get_device_capability()
     return None if major is None or minor is None else (major, minor)
+
+
+def _reads_logits(micro_batch: Any) -> str | None:
+    """What in a micro-batch needs the logits themselves, or None."""
+    for name in ("calculate_sum_pi_squared", "distillation_use_topk"):
+        if tu.get_non_tensor_data(data=micro_batch, key=name, default=False):
+            return name
+    return "a temperature for each sample" if isinstance(micro_batch["temperature"], torch.Tensor) else None

@@ -18,6 +18,11 @@ _START = re.compile(re.escape(MARKER) + r"(?=\{)")
 _DECODER = json.JSONDecoder()
 
 
+def enabled() -> bool:
+    """Whether somebody asked for events."""
+    return os.environ.get(envs.EVENTS) == "1"
+
+
 def emit(event: str, **fields: Any) -> None:
     """Writes one event, if events are switched on.
 
@@ -25,7 +30,7 @@ def emit(event: str, **fields: Any) -> None:
         event: Its name.
         fields: JSON-serialisable values.
     """
-    if os.environ.get(envs.EVENTS) != "1":
+    if not enabled():
         return
     sys.stdout.write(f"{MARKER}{json.dumps({'event': event, **fields})}\n")
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """`trainer.device=cpu` is honoured: verl overwrites it with the detected accelerator, "cuda" when there is none.
 
-It is also the first function that verl's main calls, and so where `run_ppo` is patched in a main that runs as a script
-(`python -m verl.trainer.main_ppo`), a module that no import hook ever sees.
+It is also the first function that verl's mains call, and so where `run_ppo` and `run_sft` are patched in a main that runs as
+a script (`python -m verl.trainer.main_ppo`), a module that no import hook ever sees.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ def auto_set_device(config: Any) -> None:
     """As verl's, but a run that asked for the plugin and for the CPU gets the CPU."""
     from verl_ext_sharding import driver
     from verl_ext_sharding.config import cpu
-    from verl_ext_sharding.patch_points import run_ppo
+    from verl_ext_sharding.patch_points import run_ppo, sft_trainer
     from verl_ext_sharding.patching.script import apply_to_script
 
     apply_to_script(run_ppo.SPEC)
-    if not (config and "trainer" in config and driver.asked_for(config) and cpu.is_cpu(config)):
+    apply_to_script(sft_trainer.PLAN)
+    if not (config and "trainer" in config and driver.asked_for(config)):
         original(SPEC)(config)
-    else:
+        return
+    from verl_ext_sharding import sft
+
+    sft.refuse_ray_trainer()
+    if cpu.is_cpu(config):
         driver.select_cpu()
+    else:
+        original(SPEC)(config)
 
 
 SPEC = PatchSpec(

@@ -1,25 +1,54 @@
 """Log-probs over the vocabulary in chunks: without flash-attn, verl walks packed logits row by row in Python.
 
-Replaced where verl's engines take the functions from, for every role of the process: the values are the same, and roles
-that share a process share the import.
+Replaced where verl's engines take the functions from. Roles share a process and these functions with it, so each engine
+says for its own forward pass which way they go (`logits_path`); outside of it they are verl's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
 
+from verl_ext_sharding.patching import original
 from verl_ext_sharding.patching.spec import PatchSpec
+
+LogitsPath = Literal["chunked", "full"]
+
+_path: ContextVar[LogitsPath | None] = ContextVar("logits_path", default=None)
+
+
+@contextmanager
+def logits_path(path: LogitsPath | None) -> Iterator[None]:
+    """Says how log-probs and entropy come out of logits inside the block.
+
+    Args:
+        path: "chunked": tile by tile. "full": the plain formula over all logits at once. None: as verl does.
+    """
+    token = _path.set(path)
+    try:
+        yield
+    finally:
+        _path.reset(token)
 
 
 def logprobs_from_logits(logits: Any, labels: Any, inplace_backward: bool = True) -> Any:
-    """As verl's, in chunks over tokens, with the gradient written in the type of the logits."""
+    """As verl's, never row by row when a role has said how; the same values."""
+    path = _path.get()
+    if path is None:
+        return original(LOGPROBS)(logits, labels, inplace_backward)
     from verl_ext_sharding.training import logprobs
 
+    if path == "full":
+        return logprobs.plain_logprobs(logits, labels)
     return logprobs.logprobs_from_logits(logits, labels, inplace_backward)
 
 
 def entropy_from_logits(logits: Any) -> Any:
-    """As verl's, in chunks over tokens."""
+    """As verl's, which is the plain formula; in chunks when a role has said so."""
+    if _path.get() != "chunked":
+        return original(ENTROPY)(logits)
     from verl_ext_sharding.training import logprobs
 
     return logprobs.entropy_from_logits(logits)

@@ -69,6 +69,8 @@ class GenerationEngine:
         self._abort_all = False
         self._aborted_ids: list[str] = []
         self._closed = False
+        self.peak_running = 0
+        """Most requests that ran at once, waiting ones aside, since the engine started."""
         self._thread = threading.Thread(target=self._run, name="hf-generation", daemon=True)
         self._thread.start()
 
@@ -169,6 +171,7 @@ class GenerationEngine:
             self._resolve(self._merging.prefill(entering))
             self._taken = []
         if self._merging.rows:
+            self.peak_running = max(self.peak_running, len(self._merging.rows))
             self._resolve(self._merging.step())
 
     def _run_static(self) -> None:
@@ -179,6 +182,7 @@ class GenerationEngine:
                 self._waiting.remove(row)
             self._taken = rows
             self._aborted_ids = []
+        self.peak_running = max(self.peak_running, len(rows))
         self._static.run(rows, aborted=self._is_aborted, done=self._static_done)
         self._taken = []
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 HEADROOM_TOKENS = (64, 512)
 """Least and most free columns that a new buffer has; in between, a quarter of its width."""
@@ -15,14 +15,12 @@ _ROW_STEP = 8
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(DynamicLayer):
     """Keys and values of one layer. Rows are slots, and every row ends at the same column.
 
     The live part is `[:rows, :, start:end]`; a row shorter than it is padded on the left. Buffers are zeroed when
     made, so that a padded column is always finite: its attention weight is 0, and 0 times NaN is not.
     """
-
-    is_sliding = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,10 +52,6 @@ class SlotLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that the next query sees, and the first of them."""
         return self.get_seq_length() + query_length, 0
-
-    def get_max_cache_shape(self) -> int:
-        """No limit of its own: the batch reserves columns before each step."""
-        return -1
 
     def place(self, rows: int, columns: int, end: int) -> None:
         """Moves the live part into buffers of `rows` slots and `columns` columns so that it ends at `end`."""

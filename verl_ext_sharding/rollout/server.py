@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.monitor import events
 from verl_ext_sharding.rollout import memory
 from verl_ext_sharding.rollout.batches import ABORTED, BatchLimits, Row, SamplingRules
 from verl_ext_sharding.rollout.generation import GenerationEngine
@@ -167,6 +168,7 @@ class HFServer:
         if not self._settings.free_cache_engine or self._settings.mode == "standalone":
             return
         await self.wait_for_requests_to_drain()
+        events.emit("rollout", replica=self._settings.replica_rank, peak_running=self._engine.peak_running)
         self._kv_awake = False
         await self._call(self._free, True)
 

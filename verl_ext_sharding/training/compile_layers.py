@@ -84,6 +84,19 @@ def _cuda_obstacle() -> str | None:
     return None
 
 
+def liger_obstacle(layers: Sequence[nn.Module]) -> str | None:
+    """Why layers that Liger has patched are not compiled, or None for layers that it has not.
+
+    Its kernels break the trace, and every piece keeps its inputs: on one H200 a share of 0.1 then keeps 7.1 GiB where
+    4.4 were asked for, in more time than Liger's layers with `full` (1.5B, 8 x 2048 tokens).
+    """
+    for layer in layers:
+        for module in layer.modules():
+            if getattr(module.forward, "__module__", "").startswith("liger_kernel"):
+                return "Liger's kernels break the compiler's trace"
+    return None
+
+
 def _functorch_config() -> Any:
     import torch._functorch.config as config
 

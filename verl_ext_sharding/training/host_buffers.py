@@ -37,7 +37,8 @@ class HostPool:
         self._free: dict[int, list[torch.Tensor]] = {}
         self._in_use_bytes = 0
         self._free_bytes = 0
-        self._lock = threading.Lock()  # buffers come back from the autograd threads and the garbage collector
+        # buffers come back from the autograd threads, and from the garbage collector while this thread holds the lock
+        self._lock = threading.RLock()
 
     @property
     def in_use_bytes(self) -> int:

@@ -152,8 +152,10 @@ def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
 def module_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Parameters and buffers of a module, and the plain tensors that FSDP1 puts in the place of its parameters."""
     for child in module.modules():
-        for values in (child._parameters, child._buffers, child.__dict__):
-            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+        yield from (value for value in child._parameters.values() if value is not None)
+        yield from (value for value in child._buffers.values() if value is not None)
+        if "_is_fsdp_managed_module" in child.__dict__:
+            yield from (value for value in child.__dict__.values() if isinstance(value, torch.Tensor))
 
 
 def _outermost(model: nn.Module, matches: Callable[[nn.Module], bool]) -> list[nn.Module]:

@@ -210,7 +210,9 @@ def head_forward(
     if labels is None:
         return nn.Linear.forward(self, hidden)
     compiled = getattr(self, _COMPILED, None)
-    return linear_logprobs(hidden, self.weight, labels, temperature, bias=self.bias, compiled=compiled)
+    log_probs, entropy = linear_logprobs(hidden, self.weight, labels, temperature, bias=self.bias, compiled=compiled)
+    # Views of flat results: FSDP2 warns of every module that returns views, since its hooks hang on what is returned.
+    return log_probs.clone(), None if entropy is None else entropy.clone()
 
 
 def logprobs_forward(

@@ -185,7 +185,7 @@ class BudgetedRecompute(Recompute):
     def choose(self, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The variant for this layer in this forward pass."""
         hidden = hidden_states(args, kwargs)
-        if hidden is None:
+        if hidden is None or hidden.dim() < 2:
             return self.ladder[-1]
         if index <= self._last_index:
             self._used_bytes = 0.0

@@ -1,4 +1,4 @@
-"""Questions asked inside Ray processes. Imports Ray alone, so that a probing process starts fast."""
+"""Questions asked inside Ray processes. Imports no verl and no torch, so that a probing process starts fast."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 import ray
+
+from verl_ext_sharding.communication.hygiene import NAMES
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -44,6 +46,15 @@ def read_back(worker: Any, accelerator: str) -> dict[str, Any]:
         "worker_classes": {role: type(part).__name__ for role, part in roles.items()},
         "engines": {role: engine for role, part in roles.items() for engine in [_engine_of(part)]},
     }
+
+
+def communication_of(actor: Any = None) -> dict[str, str | None]:
+    """The communication variables of this process; sent to actors with `__ray_call__`.
+
+    Args:
+        actor: The actor instance, not looked at.
+    """
+    return {name: os.environ.get(name) for name in NAMES}
 
 
 def _engine_of(worker: Any) -> str:

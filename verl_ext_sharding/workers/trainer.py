@@ -17,7 +17,7 @@ from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.monitor import events
 from verl_ext_sharding.placement.bundles import Promise
 from verl_ext_sharding.workers.pools import BundlePoolManager
-from verl_ext_sharding.workers.probe import read_back
+from verl_ext_sharding.workers.probe import communication_of, read_back
 from verl_ext_sharding.workers.role_worker import sharding_worker_class
 
 _ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
@@ -92,6 +92,8 @@ def _on_init_end(trainer: Any) -> None:
     rows = read_back_devices(trainer)
     render.show_read_back(rows)
     events.emit("placement", rows=rows)
+    if events.enabled():
+        events.emit("communication", processes=read_back_communication(trainer))
     events.emit("stage", name="training")
 
 
@@ -105,13 +107,8 @@ def read_back_devices(trainer: Any) -> list[dict[str, Any]]:
         PlacementError: A worker runs elsewhere than it was promised.
     """
     accelerator = get_platform().ray_resource_name()
-    groups = {"actor": trainer.actor_rollout_wg}
-    if trainer.use_critic:
-        groups["critic"] = trainer.critic_wg
-    if trainer.use_reference_policy:
-        groups["ref"] = trainer.ref_policy_wg
     rows = []
-    for role, group in groups.items():
+    for role, group in _groups(trainer).items():
         answers = ray.get([worker.__ray_call__.remote(read_back, accelerator) for worker in group.workers])
         rows += [_row(role, rank, answer) for rank, answer in enumerate(answers)]
     for replica in trainer.llm_server_manager.get_replicas():
@@ -120,6 +117,29 @@ def read_back_devices(trainer: Any) -> list[dict[str, Any]]:
             row = _row("rollout", replica.replica_rank, answer)
             rows.append(row | {"worker": type(replica).__name__, "engine": replica.config.name, "pid": None})
     return rows
+
+
+def read_back_communication(trainer: Any) -> dict[str, dict[str, str | None]]:
+    """The communication variables of each kind of process of the job, by its name."""
+    actors = {
+        f"{role} {rank}": worker
+        for role, group in _groups(trainer).items()
+        for rank, worker in enumerate(group.workers)
+    }
+    for replica in trainer.llm_server_manager.get_replicas():
+        actors |= {f"rollout server {replica.replica_rank}.{index}": s for index, s in enumerate(replica.servers)}
+    answers = ray.get([actor.__ray_call__.remote(communication_of) for actor in actors.values()])
+    return {"task runner": communication_of(), **dict(zip(actors, answers, strict=True))}
+
+
+def _groups(trainer: Any) -> dict[str, Any]:
+    """`{role: worker group}` of the roles that train or evaluate."""
+    groups = {"actor": trainer.actor_rollout_wg}
+    if trainer.use_critic:
+        groups["critic"] = trainer.critic_wg
+    if trainer.use_reference_policy:
+        groups["ref"] = trainer.ref_policy_wg
+    return groups
 
 
 def _row(role: str, rank: int, answer: dict[str, Any]) -> dict[str, Any]:

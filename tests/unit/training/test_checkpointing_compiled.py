@@ -190,6 +190,23 @@ def test_running_out_of_memory_is_no_reason_to_run_eagerly(monkeypatch):
     assert applied(model).reason is None
 
 
+def test_layers_that_liger_patched_are_not_compiled(monkeypatch):
+    monkeypatch.setattr("verl_ext_sharding.training.checkpointing.compile_obstacle", lambda device_type: None)
+
+    def forward(self, hidden):
+        return type(self).forward(self, hidden)
+
+    forward.__module__ = "liger_kernel.transformers.rms_norm"
+    model = qwen2(2)
+    for policy in (Auto(), Budget(share=0.2)):
+        assert "Liger" not in (policy.apply(model, device_type="cuda").reason or "")
+    norm = decoder(model)[1].input_layernorm
+    norm.forward = forward.__get__(norm)
+    remove(model)
+    for policy in (Auto(), Budget(share=0.2)):
+        assert "Liger" in policy.apply(model, device_type="cuda").reason
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -1,0 +1,198 @@
+"""What `engine_runs` trains: a role, its measures, verl's own keys, and the run that it must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_ext_sharding.config.measures import RoleMeasures
+
+KEPT_BYTES = "12MiB"
+"""A byte budget between what `full` and no checkpointing keep in the layers, see `test_measures`."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Size:
+    """Sequences of one micro-batch: how many, and the range of lengths of prompts and of responses."""
+
+    sequences: int
+    prompt: tuple[int, int]
+    response: tuple[int, int]
+
+
+SMALL = Size(sequences=4, prompt=(8, 24), response=(8, 32))
+MEDIUM = Size(sequences=4, prompt=(64, 128), response=(160, 200))
+LARGE = Size(sequences=16, prompt=(64, 128), response=(200, 232))
+"""So many tokens that the input of a layer is over the mebibyte from which activations are offloaded."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Case:
+    """One engine, built, trained for two steps and asked for what it holds.
+
+    Args:
+        name: Key of the result.
+        role: actor, critic or ref.
+        measures: Of that role, as the run's spec carries them.
+        model: Fields of verl's `HFModelConfig` that differ from `engine_runs.MODEL`.
+        engine: Fields of verl's `FSDPEngineConfig` that differ from `engine_runs.ENGINE`.
+        like: Name of the run that it is compared with, made before; None: nothing.
+        size: Of its batches.
+        tied: The model shares its embedding with its head.
+        one_rank: It is run on one rank only.
+    """
+
+    name: str
+    role: str = "actor"
+    measures: RoleMeasures = field(default_factory=RoleMeasures)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    like: str | None = None
+    size: Size = MEDIUM
+    tied: bool = False
+    one_rank: bool = False
+
+
+PADDED = {"use_remove_padding": False}
+LORA = {"lora_rank": 8, "lora_alpha": 16}
+VERLS_OFFLOAD = {"enable_gradient_checkpointing": True, "enable_activation_offload": True}
+EAGER = {"override_config": {"attn_implementation": "eager"}}
+
+POLICIES: dict[str, Any] = {
+    "full": {"policy": "full"},
+    "every_2": {"policy": "every_n", "every": 2},
+    "selective": {"policy": "selective"},
+    "share": {"policy": "budget", "budget": 0.5},
+    "bytes": {"policy": "budget", "budget": KEPT_BYTES},
+    "auto": True,
+}
+"""Each is a case, compared with `none`."""
+
+
+def _offload() -> list[Case]:
+    policies = {"offload": None, "offload_full": POLICIES["full"], "offload_selective": POLICIES["selective"]}
+    chunked = RoleMeasures(logits="chunked")
+    ours = [
+        Case(
+            name=name,
+            measures=RoleMeasures(checkpointing=policy, offload_activations=True, logits="chunked"),
+            model=PADDED,
+            like="large",
+            size=LARGE,
+        )
+        for name, policy in policies.items()
+    ]
+    return [
+        Case(name="large", measures=chunked, model=PADDED, size=LARGE),
+        *ours,
+        Case(name="offload_verls_keys", measures=chunked, model=PADDED | VERLS_OFFLOAD, like="large", size=LARGE),
+    ]
+
+
+def _logits() -> list[Case]:
+    names = ("full", "chunked", "fused", "auto")
+    padded = [
+        Case(name=f"logits_{name}", measures=RoleMeasures(logits=name), model=PADDED, like="none") for name in names
+    ]
+    packed = [
+        Case(
+            name=f"packed_logits_{name}",
+            measures=RoleMeasures(attention="sdpa", logits=name),
+            model={"use_fused_kernels": name == "chunked"},  # verl's own, which gives way
+            like="packed",
+        )
+        for name in names
+    ]
+    return [
+        *padded,
+        Case(name="packed", measures=RoleMeasures(attention="sdpa"), like="none"),
+        *packed,
+        Case(name="tied", model=PADDED, tied=True),
+        Case(name="tied_fused", measures=RoleMeasures(logits="fused"), model=PADDED, like="tied", tied=True),
+    ]
+
+
+def _attention() -> list[Case]:
+    cases = []
+    for role in ("actor", "critic"):
+        reference = f"{role}_eager"
+        cases.append(Case(name=reference, role=role, model=PADDED | EAGER, size=SMALL))
+        cases += [
+            Case(
+                name=f"{role}_{padding}_{name}",
+                role=role,
+                measures=RoleMeasures(attention=name),
+                model={"use_remove_padding": padding == "packed"},
+                like=reference,
+                size=SMALL,
+                one_rank=True,
+            )
+            for padding in ("padded", "packed")
+            for name in ("auto", "sdpa", "eager")
+        ]
+    return cases
+
+
+def _lora() -> list[Case]:
+    full = RoleMeasures(attention="sdpa", logits="chunked", checkpointing=POLICIES["full"], offload_activations=True)
+    fused = RoleMeasures(attention="sdpa", logits="fused", checkpointing=POLICIES["share"], offload_activations=True)
+    return [
+        Case(name="lora", measures=RoleMeasures(attention="sdpa", logits="chunked"), model=LORA, size=LARGE),
+        Case(name="lora_full_offload", measures=full, model=LORA, like="lora", size=LARGE),
+        Case(name="lora_all", measures=fused, model=LORA, like="lora", size=LARGE),
+    ]
+
+
+def _critic() -> list[Case]:
+    measures = RoleMeasures(checkpointing=POLICIES["full"], offload_activations=True, optimizer_per_step=True)
+    return [
+        Case(name="critic", role="critic", model=PADDED, size=LARGE),
+        Case(name="critic_all", role="critic", measures=measures, model=PADDED, like="critic", size=LARGE),
+    ]
+
+
+def _ref() -> list[Case]:
+    engine = {"forward_only": True}
+    measured = [
+        Case(
+            name=f"ref_{name}",
+            role="ref",
+            measures=RoleMeasures(attention="sdpa", logits=name),
+            engine=engine,
+            like="ref",
+        )
+        for name in ("chunked", "fused")
+    ]
+    return [
+        Case(name="ref", role="ref", model=PADDED, engine=engine),
+        *measured,
+        Case(name="ref_verls_keys", role="ref", model=PADDED | VERLS_OFFLOAD, engine=engine, like="ref"),
+    ]
+
+
+ALL = RoleMeasures(
+    attention="auto",
+    logits="auto",
+    checkpointing={"policy": "budget", "budget": 0.3},
+    offload_activations=True,
+    optimizer_per_step=True,
+)
+COMBINED = Case(name="combined", measures=ALL, like="large", size=LARGE)
+"""Everything at once, packed. Its checkpoint is loaded again, with and without the measures."""
+
+CASES = [
+    Case(name="none", model=PADDED),
+    *(
+        Case(name=name, measures=RoleMeasures(checkpointing=policy), model=PADDED, like="none")
+        for name, policy in POLICIES.items()
+    ),
+    Case(name="step", measures=RoleMeasures(optimizer_per_step=True), model=PADDED, like="none"),
+    *_logits(),
+    *_attention(),
+    *_offload(),
+    COMBINED,
+    *_lora(),
+    *_critic(),
+    *_ref(),
+]

@@ -1,0 +1,382 @@
+"""verl's own training worker and FSDP2 engines on CPU, one configuration after another in one process group.
+
+Run as `python -m tests.verl.engine_runs <folder> [case ...]`, one process for each rank with RANK, WORLD_SIZE, MASTER_ADDR
+and MASTER_PORT set; `results(num_ranks)` does that once for each number of ranks, since imports take as long as many runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.verl.engine_cases import CASES, COMBINED, Case, Size
+from verl_ext_sharding import envs
+from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.config.spec import RunSpec
+from verl_ext_sharding.demo import assets
+from verl_ext_sharding.placement.bundles import place
+from verl_ext_sharding.placement.job import EngineFacts, JobFacts
+
+TIMEOUT_S = 900
+STEPS = 2
+MICRO_BATCHES = 2
+TEMPERATURE = 0.8
+NEEDED = ("trainer.plugin", "sharding.roles.*.logits", "critic.model.override_config.attn_implementation")
+FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+MODEL = {"enable_gradient_checkpointing": False, "override_config": {"attn_implementation": "sdpa"}}
+ENGINE = {"strategy": "fsdp2", "use_dynamic_bsz": False, "use_torch_compile": False, "mixed_precision": FP32}
+NO_TENSOR_GRADS = "None of the inputs have requires_grad"
+
+
+@functools.cache
+def results(num_ranks: int) -> dict[str, dict[str, Any]]:
+    """`{case: what it did}` as rank 0 saw it; run once for each test process.
+
+    Args:
+        num_ranks: 1, or 2 for all cases but those of one rank.
+    """
+    with tempfile.TemporaryDirectory(prefix="engine-runs-") as made:
+        folder = Path(made)
+        for tied in (False, True):
+            assets.build(_shape(tied))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ranks = [_start(rank, num_ranks, port, folder) for rank in range(num_ranks)]
+        try:
+            codes = [rank.wait(TIMEOUT_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        output = "\n".join((folder / f"rank{rank}.log").read_text()[-6000:] for rank in range(num_ranks))
+        assert codes == [0] * num_ranks, output
+        return json.loads((folder / "results.json").read_text())
+
+
+def _start(rank: int, num_ranks: int, port: int, folder: Path) -> subprocess.Popen:
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        envs.VERL_PLATFORM: "cpu",
+        envs.SPEC: spec_of(CASES[0]).to_json(),  # before `import verl`, as in a worker of a run
+    }
+    with (folder / f"rank{rank}.log").open("w") as log:
+        command = [sys.executable, "-m", "tests.verl.engine_runs", str(folder)]
+        return subprocess.Popen(
+            command, cwd=Path(__file__).parents[2], env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+def spec_of(case: Case) -> RunSpec:
+    """The spec of a run that asks for the measures of one case."""
+    facts = JobFacts(num_nodes=1, devices_per_node=1, engines={"actor": EngineFacts(strategy="fsdp2")})
+    return RunSpec(placement=place({}, facts), bundle_cpus=3, measures={case.role: case.measures}, needed=NEEDED)
+
+
+def _shape(tied: bool) -> assets.TinyModel:
+    return assets.TinyModel(num_layers=4, tied=tied)
+
+
+# In the ranks
+
+
+def batch(seed: int, size: Size) -> Any:
+    """One rank's mini-batch as verl's trainer sends it: prompts and responses without padding."""
+    import torch
+    from verl.utils import tensordict_utils as tu
+
+    random = torch.Generator().manual_seed(seed)
+
+    def lengths(low: int, high: int) -> list[int]:
+        return torch.randint(low, high, (MICRO_BATCHES * size.sequences,), generator=random).tolist()
+
+    def tokens(sizes: list[int]) -> list[Any]:
+        return [torch.randint(0, 256, (length,), generator=random) for length in sizes]
+
+    def nested(values: list[Any]) -> Any:
+        return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+    def noise(around: float = 0.0, scale: float = 1.0) -> Any:
+        return nested([around + scale * torch.randn(len(one), generator=random) for one in response])
+
+    prompt, response = tokens(lengths(*size.prompt)), tokens(lengths(*size.response))
+    whole = [torch.cat(pair) for pair in zip(prompt, response, strict=True)]
+    ones = [torch.ones(len(one), dtype=torch.int64) for one in response]
+    return tu.get_tensordict(
+        {
+            "input_ids": nested(whole),
+            "position_ids": nested([torch.arange(len(one)) for one in whole]),
+            "prompts": nested(prompt),
+            "responses": nested(response),
+            "response_mask": nested(ones),
+            "loss_mask": nested(ones),
+            "old_log_probs": noise(-5.77, 0.1),  # about those of an untrained model of this vocabulary
+            "values": noise(),
+            "advantages": noise(),
+            "returns": noise(),
+        }
+    )
+
+
+class Run:
+    """One case in this rank: verl's worker, and what is read from it."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        import torch
+        from verl.workers.engine_workers import TrainingWorker
+
+        os.environ[envs.SPEC] = spec_of(case).to_json()
+        torch.manual_seed(0)  # adapters
+        self.case = case
+        self.batches = [batch(1000 * rank + index, case.size) for index in range(STEPS + 1)]
+        self.worker = TrainingWorker(_config(case))
+        self.worker.reset()
+        self.engine = self.worker.engine
+        if case.role != "ref":
+            self.worker.set_loss_fn(_loss(case))
+
+    def data(self, index: int, *, first_only: bool = False, **more: Any) -> Any:
+        """A batch, or its first micro-batch, with the settings that verl's trainer sends along."""
+        from verl.utils import tensordict_utils as tu
+
+        data = self.batches[index].clone()
+        if first_only:
+            data = tu.chunk_tensordict(data, MICRO_BATCHES)[0]
+        settings = {"temperature": TEMPERATURE, "global_batch_size": None, "calculate_entropy": self.case.role != "critic"}
+        tu.assign_non_tensor(data, **settings, **more)
+        return data
+
+    def infer(self) -> dict[str, Any]:
+        """Log-probs and entropy, or values, of the first micro-batch, in evaluation mode.
+
+        The last token of a sequence predicts nothing: its log-prob is that of whatever comes next in the batch.
+        """
+        data = self.data(0, first_only=True, compute_loss=False)
+        output = self.worker.infer_batch(data)
+        found = {}
+        for name in ("log_probs", "entropy", "values"):
+            if name in output:
+                found.update({f"{name}.{i}": one[:-1].clone() for i, one in enumerate(output[name].unbind())})
+        return found
+
+    def train(self, index: int) -> dict[str, float]:
+        """One optimizer step of two micro-batches; verl's metrics."""
+        metrics = self.worker.train_batch(self.data(index))["metrics"]
+        return {key: _number(value) for key, value in metrics.items() if not key.startswith("perf/")}
+
+    def kept(self) -> dict[str, int]:
+        """Bytes that one micro-batch keeps from its forward to its backward pass: on the device, on the host."""
+        from verl_ext_sharding.training.saved_bytes import LiveStorages
+
+        configs = self.engine.model_config, self.engine.engine_config
+        data = self.data(
+            0,
+            first_only=True,
+            use_remove_padding=configs[0].use_remove_padding,
+            use_fused_kernels=configs[1].use_fused_kernels,
+            dp_size=1,
+            batch_num_tokens=1,
+        )
+        with self.engine.train_mode():
+            with LiveStorages() as made:
+                loss, _ = self.engine.forward_step(data, loss_function=self.worker.loss_fn, forward_only=False)
+            host_bytes = self.host_bytes()
+            device_bytes = made.total_bytes() - host_bytes  # on this platform both are in the same memory
+            loss.backward()
+        return {"device": device_bytes, "host": host_bytes, "host_afterwards": self.host_bytes(in_use=True)}
+
+    def host_bytes(self, in_use: bool = False) -> int:
+        """Bytes of the host buffers of activation offload."""
+        from verl_ext_sharding.training.layers import Slot, installed
+
+        stage = next((stage for _, stage in installed(self.engine.module, Slot.OFFLOAD)), None)
+        if stage is None:
+            return 0
+        return stage.offloader.pool.in_use_bytes if in_use else stage.offloader.pool.total_bytes
+
+    def optimizer_bytes(self) -> dict[str, int] | None:
+        """Where this rank's optimizer states are, between steps."""
+        from verl_ext_sharding.training.optimizer_offload import OptimizerStateOffload
+
+        if not self.case.measures.optimizer_per_step:
+            return None
+        optimizer = self.engine.optimizer
+        offloader = OptimizerStateOffload().apply(optimizer)  # the one that is in place
+        return {"host": offloader.host_bytes(optimizer), "device": offloader.device_bytes(optimizer)}
+
+    def parameter_bytes(self) -> int:
+        """Bytes of this rank's part of the large parameters that are trained."""
+        local = [p.to_local() for p in self.engine.module.parameters() if p.requires_grad]
+        return sum(p.numel() * p.element_size() for p in local if p.numel() * p.element_size() >= 1024)
+
+    def weights(self) -> dict[str, Any]:
+        """Whole parameters by name."""
+        return {name: value.full_tensor().clone() for name, value in self.engine.module.state_dict().items()}
+
+    def exported(self) -> list[str]:
+        """Names under which the rollout gets the weights."""
+        return sorted(name for name, _ in self.engine.get_per_tensor_param()[0])
+
+
+def _config(case: Case) -> Any:
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+
+    files = assets.build(_shape(case.tied))
+    sizes = dict.fromkeys(("micro_batch_size_per_gpu", "infer_micro_batch_size_per_gpu"), case.size.sequences)
+    path = files.critic if case.role == "critic" else files.model
+    return TrainingWorkerConfig(
+        model_type="value_model" if case.role == "critic" else "language_model",
+        model_config=HFModelConfig(path=str(path), **{**MODEL, **case.model}),
+        engine_config=FSDPEngineConfig(**{**ENGINE, **case.engine, **sizes}),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
+        checkpoint_config=CheckpointConfig(),
+    )
+
+
+def _loss(case: Case) -> Any:
+    from types import SimpleNamespace
+
+    from verl.workers.config import ActorConfig
+    from verl.workers.utils.losses import ppo_loss, value_loss
+
+    if case.role == "critic":
+        config = SimpleNamespace(cliprange_value=0.5, loss_agg_mode="token-mean", loss_scale_factor=None)
+        return functools.partial(value_loss, config=config)
+    config = ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, entropy_coeff=0.01)
+    return functools.partial(ppo_loss, config=config)
+
+
+def _number(value: Any) -> float:
+    """A metric of verl: a number, a `Metric`, or lists of them by rank and micro-batch."""
+    if isinstance(value, list):
+        numbers = [_number(one) for one in value]
+        return sum(numbers) / len(numbers)
+    return float(value.aggregate() if hasattr(value, "aggregate") else value)
+
+
+# Cases
+
+
+def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Runs one case.
+
+    Args:
+        case: The case.
+        rank: This rank.
+        made: Tensors of the cases before, to compare with; this one's are added.
+        folder: For checkpoints.
+
+    Returns:
+        What JSON can hold.
+    """
+    with _Messages() as messages, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run = Run(case, rank)
+        tensors = {"inferred": run.infer()}
+        found: dict[str, Any] = {"names": sorted(run.weights()), "applied": run.engine.applied}
+        if case.role != "ref":
+            found["kept"] = run.kept()
+            found["steps"] = []
+            for index in range(STEPS):
+                run.worker.to("device")
+                found["steps"].append(run.train(index))
+                run.worker.to("cpu")
+            tensors |= {"weights": run.weights(), "inferred afterwards": run.infer()}
+            found |= {"exported": run.exported(), "parameter_bytes": run.parameter_bytes()}
+            found["optimizer_bytes"] = run.optimizer_bytes()
+        if case is COMBINED:
+            found["resumed"] = _resume(run, rank, tensors["weights"], folder / "checkpoint")
+    found["messages"] = messages.texts
+    found["warnings"] = sorted({str(warning.message) for warning in warned})
+    if case.like is not None:
+        found["difference"] = _differences(tensors, made[case.like])
+    made[case.name] = tensors
+    return found
+
+
+def _resume(run: Run, rank: int, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Saves, makes one more step, and makes that step again from the checkpoint: with the measures, and without any."""
+    import dataclasses
+
+    run.worker.save_checkpoint(str(folder), global_step=STEPS)
+    reference = run.train(STEPS) | {"weights": run.weights()}
+    bare = dataclasses.replace(COMBINED, measures=RoleMeasures(), model={"use_remove_padding": False})
+    found: dict[str, Any] = {"config": (folder / "huggingface" / "config.json").read_text()}
+    for name, case in (("measured", COMBINED), ("bare", bare)):
+        again = Run(case, rank)
+        again.worker.load_checkpoint(str(folder))
+        loaded = again.weights()
+        step = again.train(STEPS)
+        found[name] = {
+            "loaded": _largest(loaded, weights),
+            "loss": abs(step["loss"] - reference["loss"]),
+            "weights": _largest(again.weights(), reference["weights"]),
+            "optimizer_bytes": again.optimizer_bytes(),
+        }
+    return found
+
+
+def _differences(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
+    return {kind: _largest(found[kind], tensors) for kind, tensors in reference.items()}
+
+
+def _largest(found: dict[str, Any], reference: dict[str, Any]) -> float:
+    """The largest absolute difference of tensors by name; 0.0 is bit for bit."""
+    assert found.keys() == reference.keys()
+    return max(float((found[name] - value).abs().max()) for name, value in reference.items())
+
+
+class _Messages(logging.Handler):
+    """Collects what this package logs inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> _Messages:
+        logging.getLogger("verl_ext_sharding").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("verl_ext_sharding").removeHandler(self)
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Runs the cases, all or those named, in this rank."""
+    import torch
+    import verl  # noqa: F401  (loads the plugin)
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    cases = [case for case in CASES if (num_ranks == 1 or not case.one_rank) and (not names or case.name in names)]
+    made: dict[str, dict[str, Any]] = {}
+    found = {case.name: run_case(case, rank, made, folder) for case in cases}
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(found, indent=1))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

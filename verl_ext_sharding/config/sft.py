@@ -1,0 +1,189 @@
+"""The request in the keys of `verl.trainer.sft_trainer`, whose one role reads `sharding.roles.actor`.
+
+SFT trains what the actor is in PPO, a language model in the same engine; so it gets the actor's keys, under the names that
+they have there. Its processes are started by torchrun or accelerate, which also give each its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext_sharding.config.changes import KeyChange
+from verl_ext_sharding.config.measures import handled_keys
+from verl_ext_sharding.config.schema import ShardingConfig
+from verl_ext_sharding.config.translate import refuse_unsupported, role_changes
+from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.placement.job import EngineFacts, JobFacts
+
+ROLE = "actor"
+"""The block of `sharding.roles` that SFT reads."""
+
+_PREFIX = f"sharding.roles.{ROLE}"
+
+_NAMES = {
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "data.micro_batch_size_per_gpu",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "data.max_token_len_per_gpu",
+    "actor_rollout_ref.actor.use_dynamic_bsz": "data.use_dynamic_bsz",
+    "actor_rollout_ref.actor.fsdp_config": "engine",
+    "actor_rollout_ref.model": "model",
+}
+"""A key or block of the actor in PPO, and where SFT has it."""
+
+_OF_ROLLOUT = "actor_rollout_ref.rollout."
+"""Log-probs of rollouts, which SFT doesn't compute."""
+
+_ULYSSES = "engine.ulysses_sequence_parallel_size"
+
+_ATTENTION = "model.override_config.attn_implementation"
+
+_FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+_ON_CPU: dict[str, Any] = {
+    "engine.strategy": "fsdp2",
+    "engine.use_torch_compile": False,
+    "engine.mixed_precision": _FP32,
+    "model.use_remove_padding": False,
+    _ATTENTION: "sdpa",
+    "data.num_workers": 0,
+}
+"""verl's defaults that can't run on a CPU, or that start processes which a small machine can't hold."""
+
+_UNSET = ("engine.mixed_precision", _ATTENTION)
+"""Keys whose default is null or absent: a value in the config is somebody's choice."""
+
+
+def translate(request: ShardingConfig, current: Mapping[str, Any], num_ranks: int) -> list[KeyChange]:
+    """verl's own keys for everything in the request that verl has a key for.
+
+    Args:
+        request: The user's request.
+        current: verl's resolved values by dotted key, from `translate.values_of`.
+        num_ranks: Processes of the job, 1 or more.
+
+    Raises:
+        ConfigError: A key of the request has no effect in SFT, or contradicts the data; nothing is skipped silently.
+    """
+    _refuse_placement(request)
+    _refuse_other_roles(request)
+    strategy = str(current.get("engine.strategy"))
+    job = JobFacts(num_nodes=1, devices_per_node=num_ranks, engines={ROLE: EngineFacts(strategy=strategy)})
+    actor = request.roles.actor
+    changes = [_renamed(change) for change in role_changes(ROLE, actor, job) if not change.key.startswith(_OF_ROLLOUT)]
+    _check_micro_batch(actor.micro_batch_size, current, num_ranks)
+    _check_max_tokens(actor.max_tokens, current)
+    refuse_unsupported(request, handled={change.why for change in changes} | set(handled_keys(request)))
+    return changes
+
+
+def cpu_changes(config: DictConfig, explicit: Mapping[str, str]) -> Iterator[KeyChange]:
+    """Values that stand in for verl's defaults on a CPU; what the user wrote wins.
+
+    Args:
+        config: verl's composed config.
+        explicit: `{key: value}` that the user wrote.
+
+    Raises:
+        ConfigError: The config asks for something that a CPU can't do.
+    """
+    strategy = str(OmegaConf.select(config, "engine.strategy", default=None))
+    if strategy not in ("fsdp", "fsdp2") or explicit.get("engine.strategy", "fsdp2") != "fsdp2":
+        raise _not_on_cpu("engine.strategy", "fsdp2", strategy, "engine=fsdp engine.strategy=fsdp2")
+    attention = OmegaConf.select(config, _ATTENTION, default=None)
+    if attention not in (None, "sdpa", "eager"):
+        raise _not_on_cpu(_ATTENTION, "sdpa or eager", str(attention), f"+{_ATTENTION}=sdpa")
+    for key, value in _ON_CPU.items():
+        if key not in _UNSET or OmegaConf.select(config, key, default=None) is None:
+            yield KeyChange(key=key, new=value, why="trainer.device=cpu", default=True)
+
+
+def _renamed(change: KeyChange) -> KeyChange:
+    for ppo, sft in _NAMES.items():
+        if change.key == ppo or change.key.startswith(f"{ppo}."):
+            return KeyChange(
+                key=sft + change.key.removeprefix(ppo), new=change.new, why=change.why, default=change.default
+            )
+    raise AssertionError(f"{change.key} has no name in SFT")
+
+
+def _refuse_placement(request: ShardingConfig) -> None:
+    devices = request.roles.actor.devices
+    if devices is not None:
+        raise ConfigError(
+            f"{_PREFIX}.devices",
+            expected="null in SFT: torchrun or accelerate launch starts one process on each device that it can see",
+            found=str(devices),
+            consequence="the run does not start",
+            remedy=f"remove {_PREFIX}.devices, and choose devices with CUDA_VISIBLE_DEVICES before torchrun",
+        )
+    for key, value in request.changed().items():
+        if key.startswith("sharding.placement."):
+            raise ConfigError(
+                key,
+                expected="unset in SFT, which reserves nothing on Ray",
+                found=str(value),
+                consequence="the run does not start",
+                remedy=f"remove {key}",
+            )
+
+
+def _refuse_other_roles(request: ShardingConfig) -> None:
+    for key, value in request.changed().items():
+        role, _, name = key.removeprefix("sharding.roles.").partition(".")
+        if role == ROLE or not key.startswith("sharding.roles."):
+            continue
+        same = f", or write {_PREFIX}.{name}" if hasattr(request.roles.actor, name.partition(".")[0]) else ""
+        raise ConfigError(
+            key,
+            expected=f"settings of {_PREFIX}: SFT has one role, the model that it trains, which reads that block",
+            found=f"{value} for the role {role}",
+            consequence="the run does not start, since the request would be skipped",
+            remedy=f"remove {key}{same}",
+        )
+
+
+def _check_micro_batch(samples: int | None, current: Mapping[str, Any], num_ranks: int) -> None:
+    """verl takes `train_batch_size // data-parallel size` samples per rank, and asserts on the micro-batch in step 1."""
+    if samples is None:
+        return
+    parallel = max(1, num_ranks // int(current.get(_ULYSSES) or 1))
+    per_rank = int(current["data.train_batch_size"]) // parallel
+    if per_rank % samples == 0:
+        return
+    fitting = max(size for size in range(1, max(1, min(samples, per_rank)) + 1) if per_rank % size == 0)
+    raise ConfigError(
+        f"{_PREFIX}.micro_batch_size",
+        expected=f"a divisor of {per_rank}: data.train_batch_size={current['data.train_batch_size']} over {parallel} "
+        "data-parallel ranks",
+        found=str(samples),
+        consequence="the run does not start",
+        remedy=f"{_PREFIX}.micro_batch_size={fitting}",
+    )
+
+
+def _check_max_tokens(tokens: int | None, current: Mapping[str, Any]) -> None:
+    """With token budgets verl asserts in the first step that draws a sequence above tokens x sequence-parallel size."""
+    longest = int(current.get("data.max_length") or 0)
+    parallel = int(current.get(_ULYSSES) or 1)
+    if tokens is None or tokens * parallel >= longest:
+        return
+    enough = -(-longest // parallel)
+    raise ConfigError(
+        f"{_PREFIX}.max_tokens",
+        expected=f"at least {enough}, so that a micro-batch holds the longest sequence (data.max_length={longest})",
+        found=str(tokens) + (f" x {_ULYSSES}={parallel}" if parallel > 1 else ""),
+        consequence="the run does not start",
+        remedy=f"{_PREFIX}.max_tokens={enough}, or data.max_length={tokens * parallel}",
+    )
+
+
+def _not_on_cpu(key: str, expected: str, found: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        key,
+        expected=f"{expected} on trainer.device=cpu",
+        found=found,
+        consequence="the run does not start",
+        remedy=f"{remedy}, or remove trainer.device=cpu",
+    )
