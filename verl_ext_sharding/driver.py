@@ -10,7 +10,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +22,7 @@ from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
 from verl_ext_sharding.config.facts import job_facts
 from verl_ext_sharding.config.measures import RoleMeasures, measures_of
+from verl_ext_sharding.config.recipe_keys import check_recipe_keys
 from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.config.token_budget import check_token_budgets, longest_sequence, token_budgets
@@ -90,6 +91,7 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
         return _prepared[1]
     explicit = explicit_keys() if explicit is None else explicit
     _require_v1(config)
+    check_recipe_keys(config)
     request = request_of(config)
     facts = job_facts(config)
     placement = place(
@@ -211,13 +213,16 @@ class TaskRunnerGate:
         nodes = cluster.free_resources()
         bundle_cpus = checks.check_cluster(self._plan.placement, self._plan.facts, nodes)
         self._fit_transfer_queue(nodes, bundle_cpus)
+        placement = self._plan.placement
+        if bundle_cpus < placement.colocate_count:
+            placement = replace(placement, managed=True)  # verl's own pools always take its count of CPUs
         spec = RunSpec(
-            placement=self._plan.placement,
+            placement=placement,
             hybrid_rollout=self._plan.facts.hybrid_rollout,
             bundle_cpus=bundle_cpus,
             timeout_s=self._plan.request.placement.timeout_s,
             measures=measures_of(self._plan.request),
-            needed=needed_keys(self._plan),
+            needed=needed_keys(self._plan, placement),
         )
         env_vars = {envs.SPEC: spec.to_json(), **envs.forwarded()}
         settings = cluster.inspect_nodes(spec, env_vars, self._plan.request.communication, hygiene.exported(os.environ))
@@ -239,10 +244,10 @@ class TaskRunnerGate:
             render.show_changes(apply_changes(self._config, [change], explicit_keys()))
 
 
-def needed_keys(plan: Plan) -> tuple[str, ...]:
+def needed_keys(plan: Plan, placement: Placement) -> tuple[str, ...]:
     """Keys of this run that a patch may be needed by, see `PatchSpec.needed_by`."""
     needed = ["trainer.plugin"]
-    if plan.placement.managed:
+    if placement.managed:
         needed.append("sharding.roles.*.devices")
     measures = measures_of(plan.request)
     if any(m.logits in ("auto", "chunked") for m in measures.values()):

@@ -231,7 +231,7 @@ def ranks_of(environ: Mapping[str, str], program: Program) -> Ranks:
         ConfigError: Several processes were started, but nothing numbered them for torch.
     """
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
-        world_size = _number(environ, "WORLD_SIZE")
+        world_size = _number(environ, "WORLD_SIZE") or 1
         return Ranks(
             rank=_number(environ, "RANK"),
             world_size=world_size,

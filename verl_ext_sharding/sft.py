@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_ext_sharding import envs, launchers, loading
+from verl_ext_sharding import driver, envs, launchers, loading
 from verl_ext_sharding.cli import render
 from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.config import cpu, measures, sft
@@ -23,7 +23,6 @@ from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_
 from verl_ext_sharding.config.schema import CommunicationConfig, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.config.translate import request_of, values_of
-from verl_ext_sharding.driver import LOGITS
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.launchers import Program, Ranks
 from verl_ext_sharding.patch_points import logprobs
@@ -100,7 +99,7 @@ def _spec(request: ShardingConfig, ranks: Ranks) -> RunSpec:
         hybrid_rollout=False,
         bundle_cpus=0,
         measures=roles,
-        needed=("trainer.plugin", *([LOGITS] if chunks else [])),
+        needed=("trainer.plugin", *([driver.LOGITS] if chunks else [])),
     )
 
 
@@ -122,7 +121,7 @@ def launch(stock: Callable[..., Any], config: DictConfig) -> Any:
     _select_device(config, plan.ranks)
     os.environ[envs.SPEC] = plan.spec.to_json()
     loading.install_for_roles(plan.spec)
-    if LOGITS in plan.spec.needed:
+    if driver.LOGITS in plan.spec.needed:
         _reach_engine()
     global _communication
     _communication = plan.request.communication
@@ -146,8 +145,6 @@ def _select_device(config: DictConfig, ranks: Ranks) -> None:
         ConfigError: The machine has fewer devices than processes.
     """
     from verl.plugin.platform import get_platform
-
-    from verl_ext_sharding import driver
 
     if cpu.is_cpu(config):
         driver.select_cpu()
@@ -183,10 +180,7 @@ def join_process_group(stock: Callable[..., Any], timeout_s: int) -> Any:
     assert _communication is not None
     ours = hygiene.decide_here(_communication)
     os.environ.update(hygiene.as_env(ours))
-    if get_platform().device_name == "cpu":
-        place = _join_on_cpu(timeout_s)
-    else:
-        place = stock(timeout_s)
+    place = _join_on_cpu(timeout_s) if get_platform().device_name == "cpu" else stock(timeout_s)
     _agree(ours)
     return place
 

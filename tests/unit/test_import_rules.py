@@ -130,7 +130,6 @@ def test_training_needs_neither_ray_nor_verl(module):
 @pytest.mark.parametrize("module", modules("workers/probe.py"))
 def test_the_probe_imports_ray_alone_so_that_it_starts_fast(module):
     assert packages(module) == {"ray"}
-    assert rooms(module) == set()
 
 
 # Inside this package

@@ -208,7 +208,6 @@ ALREADY_SO = {
     "sharding.roles.actor.layout": ["fsdp"],
     "sharding.roles.critic.layout": ["fsdp"],
     "sharding.roles.ref.layout": ["fsdp"],
-    "sharding.roles.ref.logits": ["full"],
     "sharding.roles.ref.gradient_checkpointing": [False],
     "sharding.roles.ref.offload.params": [True],
     "sharding.roles.ref.offload.optimizer": [False],

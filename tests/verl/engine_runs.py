@@ -158,7 +158,11 @@ class Run:
         data = self.batches[index].clone()
         if first_only:
             data = tu.chunk_tensordict(data, MICRO_BATCHES)[0]
-        settings = {"temperature": TEMPERATURE, "global_batch_size": None, "calculate_entropy": self.case.role != "critic"}
+        settings = {
+            "temperature": TEMPERATURE,
+            "global_batch_size": None,
+            "calculate_entropy": self.case.role != "critic",
+        }
         tu.assign_non_tensor(data, **settings, **more)
         return data
 

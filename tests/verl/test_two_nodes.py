@@ -72,6 +72,12 @@ def test_a_role_with_unequal_devices_per_node_gets_each_of_them(two_even_nodes):
     assert [w["rank"] for w in uneven] == ["0", "1", "2"]
 
 
+def test_servers_get_their_share_of_a_pool_with_gaps(two_even_nodes):
+    first, second = two_even_nodes["nodes"]
+    placed = [[(w["node_id"], w["device"]) for w in server] for server in two_even_nodes["served"]]
+    assert placed == [[(first, 1)], [(second, 3)]]
+
+
 def test_each_node_answers_with_the_drivers_code_and_spec(two_even_nodes):
     assert two_even_nodes["parity"] == "equal"
 

@@ -35,6 +35,7 @@ def run(job: dict[str, Any], num_nodes: int) -> dict[str, Any]:
     uneven = place({"actor": {"node0": [0, 1], "node1": [1]}, "critic": [0], "ref": [0]}, facts)
     workers, manager = _start(RunSpec(placement=uneven, bundle_cpus=3, timeout_s=60))
     result["uneven"] = ray.get([w.where.remote() for w in workers["actor"].workers])
+    result["served"] = _served(manager)
     result |= _not_reserved(placement)
     _free(workers, manager)
     result["free_after"] = _settled_gpus()
@@ -47,10 +48,17 @@ def _facts(num_nodes: int, devices: int) -> JobFacts:
 
 
 def _start(spec: RunSpec) -> tuple[dict[str, Any], Any]:
+    from verl_ext_sharding.workers.pools import BundlePoolManager
+
+    manager = BundlePoolManager(spec, {}, finalize=lambda: None)
+    manager.create_resource_pool()
+    pools = spec.placement.pools
+    return {pool.roles[0]: _group(manager.resource_pool_dict[pool.name]) for pool in pools}, manager
+
+
+def _group(pool: Any) -> Any:
     from verl.single_controller.base import Worker
     from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
-
-    from verl_ext_sharding.workers.pools import BundlePoolManager
 
     class Probe(Worker):
         def where(self) -> dict[str, Any]:
@@ -65,15 +73,25 @@ def _start(spec: RunSpec) -> tuple[dict[str, Any], Any]:
                 "local_world_size": os.environ["RAY_LOCAL_WORLD_SIZE"],
             }
 
-    manager = BundlePoolManager(spec, {}, finalize=lambda: None)
-    manager.create_resource_pool()
-    groups = {
-        pool.roles[0]: RayWorkerGroup(
-            resource_pool=manager.resource_pool_dict[pool.name], ray_cls_with_init=RayClassWithInitArgs(ray.remote(Probe))
-        )
-        for pool in spec.placement.pools
-    }
-    return groups, manager
+    return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(ray.remote(Probe)))
+
+
+def _served(manager: Any) -> list[list[dict[str, Any]]]:
+    """Splits a pool on devices 1 and 3 into one sub-pool for each server, as verl does for reward model and teacher."""
+    from verl.single_controller.ray.base import split_resource_pool
+
+    from verl_ext_sharding.placement.bundles import Pool
+    from verl_ext_sharding.workers.pools import BundlePool, _views
+
+    placement = manager.spec.placement
+    pool = Pool(name="reward_pool", roles=("reward",), devices=(1, 3))
+    served = BundlePool(pool, _views(pool, placement, manager.reserved), 3)
+    groups = [_group(sub_pool) for sub_pool in split_resource_pool(served, split_size=1)]
+    answers = [ray.get([worker.where.remote() for worker in group.workers]) for group in groups]
+    for group in groups:
+        for worker in group.workers:
+            ray.kill(worker)
+    return answers
 
 
 def _free(workers: dict[str, Any], manager: Any) -> None:

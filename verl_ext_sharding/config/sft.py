@@ -35,6 +35,9 @@ _NAMES = {
 _OF_ROLLOUT = "actor_rollout_ref.rollout."
 """Log-probs of rollouts, which SFT doesn't compute."""
 
+_FSDP = ("fsdp", "fsdp2")
+"""Engines that the settings of a role act on."""
+
 _ULYSSES = "engine.ulysses_sequence_parallel_size"
 
 _ATTENTION = "model.override_config.attn_implementation"
@@ -68,9 +71,11 @@ def translate(request: ShardingConfig, current: Mapping[str, Any], num_ranks: in
     """
     _refuse_placement(request)
     _refuse_other_roles(request)
-    strategy = str(current.get("engine.strategy"))
-    job = JobFacts(num_nodes=1, devices_per_node=num_ranks, engines={ROLE: EngineFacts(strategy=strategy)})
+    engine = _engine_of(current)
     actor = request.roles.actor
+    if engine not in _FSDP and actor != type(actor)():
+        raise _not_fsdp(engine)
+    job = JobFacts(num_nodes=1, devices_per_node=num_ranks, engines={ROLE: EngineFacts(strategy=engine)})
     changes = [_renamed(change) for change in role_changes(ROLE, actor, job) if not change.key.startswith(_OF_ROLLOUT)]
     _check_micro_batch(actor.micro_batch_size, current, num_ranks)
     _check_max_tokens(actor.max_tokens, current)
@@ -88,15 +93,20 @@ def cpu_changes(config: DictConfig, explicit: Mapping[str, str]) -> Iterator[Key
     Raises:
         ConfigError: The config asks for something that a CPU can't do.
     """
-    strategy = str(OmegaConf.select(config, "engine.strategy", default=None))
-    if strategy not in ("fsdp", "fsdp2") or explicit.get("engine.strategy", "fsdp2") != "fsdp2":
-        raise _not_on_cpu("engine.strategy", "fsdp2", strategy, "engine=fsdp engine.strategy=fsdp2")
+    engine = _engine_of({f"engine.{name}": value for name, value in config.engine.items()})
+    if engine not in _FSDP or explicit.get("engine.strategy", "fsdp2") != "fsdp2":
+        raise _not_on_cpu("engine.strategy", "fsdp2", engine, "engine=fsdp engine.strategy=fsdp2")
     attention = OmegaConf.select(config, _ATTENTION, default=None)
     if attention not in (None, "sdpa", "eager"):
         raise _not_on_cpu(_ATTENTION, "sdpa or eager", str(attention), f"+{_ATTENTION}=sdpa")
     for key, value in _ON_CPU.items():
         if key not in _UNSET or OmegaConf.select(config, key, default=None) is None:
             yield KeyChange(key=key, new=value, why="trainer.device=cpu", default=True)
+
+
+def _engine_of(current: Mapping[str, Any]) -> str:
+    """verl's name of the engine, or that of its config class where the yaml leaves the name to the class."""
+    return str(current.get("engine.strategy") or str(current.get("engine._target_")).rpartition(".")[2])
 
 
 def _renamed(change: KeyChange) -> KeyChange:
@@ -176,6 +186,16 @@ def _check_max_tokens(tokens: int | None, current: Mapping[str, Any]) -> None:
         found=str(tokens) + (f" x {_ULYSSES}={parallel}" if parallel > 1 else ""),
         consequence="the run does not start",
         remedy=f"{_PREFIX}.max_tokens={enough}, or data.max_length={tokens * parallel}",
+    )
+
+
+def _not_fsdp(engine: str) -> ConfigError:
+    return ConfigError(
+        _PREFIX,
+        expected="engine=fsdp for settings of the model",
+        found=engine,
+        consequence="the run does not start, since the request would be skipped",
+        remedy=f"engine=fsdp optim=fsdp, or remove the {_PREFIX} overrides and set {engine}'s own keys",
     )
 
 

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.changes import KeyChange
 from verl_ext_sharding.config.measures import handled_keys
+from verl_ext_sharding.config.offload import offload_notes
 from verl_ext_sharding.config.rollout_limits import KEYS as ROLLOUT_LIMITS
 from verl_ext_sharding.config.rollout_limits import translate_limits
 from verl_ext_sharding.config.schema import RoleConfig, ShardingConfig
@@ -67,11 +68,14 @@ def translate(
         explicit: verl's keys that the user wrote on the command line.
 
     Raises:
-        ConfigError: A key of the request has no effect in this version; nothing is skipped silently.
+        ConfigError: A key of the request has no effect in this version, nothing is skipped silently; or keys contradict
+            each other.
     """
     changes: list[KeyChange] = []
     for role in ("actor", "ref", "critic"):
         changes += role_changes(role, getattr(request.roles, role), facts)
+    offload_notes(request, facts, current, explicit)  # refuses contradictions; the driver tells the notes
+    _check_fused(request, current)
     changes += translate_limits(request.roles.rollout, current, context_length=None, explicit=explicit)
     changes += _servers(placement, facts)
     limits = {f"sharding.roles.rollout.{name}" for name in ROLLOUT_LIMITS}  # they act even where they change nothing
@@ -114,6 +118,9 @@ def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[Key
         key = f"{engine}.optimizer_offload"
         between_phases = config.offload.optimizer is True  # "step" is ours, and leaves nothing for verl to move
         yield KeyChange(key=key, new=between_phases, why=f"{prefix}.offload.optimizer")
+    if getattr(config, "logits", None) is not None:  # ours take the place of verl's own fused kernels
+        key = "actor_rollout_ref.model.use_fused_kernels"
+        yield KeyChange(key=key, new=False, why=f"{prefix}.logits")
     if config.offload.activations is False and role in _MODEL_BLOCK:
         key = f"{_MODEL_BLOCK[role]}.enable_activation_offload"
         yield KeyChange(key=key, new=False, why=f"{prefix}.offload.activations")
@@ -129,6 +136,25 @@ def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[Key
             yield KeyChange(key=key, new=True, why=f"{prefix}.max_tokens")
         for key in _MAX_TOKENS[role]:
             yield KeyChange(key=key, new=config.max_tokens, why=f"{prefix}.max_tokens")
+
+
+def _check_fused(request: ShardingConfig, current: Mapping[str, Any]) -> None:
+    """Refuses `logits=fused` where something reads the logits that it never makes; `auto` takes another way there."""
+    actor = "actor_rollout_ref.actor"
+    mode = current.get("distillation.distillation_loss.loss_mode")
+    readers = {
+        f"{actor}.calculate_sum_pi_squared=True": current.get(f"{actor}.calculate_sum_pi_squared"),
+        f"distillation.distillation_loss.loss_mode={mode}": current.get("distillation.enabled") and "topk" in str(mode),
+    }
+    found = [reader for reader, reads in readers.items() if reads]
+    if request.roles.actor.logits == "fused" and found:
+        raise ConfigError(
+            "sharding.roles.actor.logits=fused",
+            expected="nothing that reads the logits themselves",
+            found=found[0],
+            consequence="the run does not start",
+            remedy="sharding.roles.actor.logits=auto",
+        )
 
 
 def _servers(placement: Placement, facts: JobFacts) -> Iterator[KeyChange]:
@@ -177,7 +203,7 @@ def refuse_unsupported(request: ShardingConfig, handled: set[str]) -> None:
 
 def _is_default_effect(key: str, value: Any) -> bool:
     """Values that ask for what happens anyway."""
-    stays = [("layout", "fsdp"), ("gradient_checkpointing", False), ("logits", "full"), ("params", True)]
+    stays = [("layout", "fsdp"), ("gradient_checkpointing", False), ("params", True)]
     stays += [("optimizer", False), ("activations", False)]
     role = key.split(".")[2] if key.startswith("sharding.roles.") else ""
     name = key.rpartition(".")[2]

@@ -13,13 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import verl.utils.torch_functional as verl_F  # noqa: N812
 from verl.plugin.platform import get_platform
 from verl.utils import tensordict_utils as tu
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext_sharding.config import spec
 from verl_ext_sharding.config.measures import RoleMeasures
-from verl_ext_sharding.patch_points.logprobs import LogitsPath, logits_path
+from verl_ext_sharding.patch_points.logprobs import ENTROPY, LogitsPath, logits_path
+from verl_ext_sharding.patching import original
 from verl_ext_sharding.training import attention, checkpointing, lm_head, logprobs
 from verl_ext_sharding.training.offload import ActivationOffload
 from verl_ext_sharding.training.optimizer_offload import OptimizerStateOffload
@@ -49,13 +51,12 @@ class MeasuredEngineMixin:
         """What was done for the role, in words, by measure."""
         self._fused = False
         self._warned = False
+        self._choose_entropy()
         if self.measures == RoleMeasures() and not self.model_config.enable_activation_offload:
             return
-        # The rollout, and with some versions of verl the reference, hold the same object: what follows is this role's.
+        # The rollout adapter holds the same object, and other roles may: what is set from here on is this role's alone.
         self.model_config = copy.copy(self.model_config)
         object.__setattr__(self.model_config, "hf_config", copy.deepcopy(self.model_config.hf_config))
-        if self.measures.logits not in (None, "full"):
-            self.compute_entropy_from_logits = logprobs.entropy_from_logits
 
     # Building
 
@@ -120,6 +121,18 @@ class MeasuredEngineMixin:
         return dtype
 
     # Log-probs
+
+    def _choose_entropy(self) -> None:
+        """verl's engine has compiled what it found in the module: for some roles of the process that is not theirs."""
+        if self.measures.logits not in (None, "full"):
+            self.compute_entropy_from_logits = logprobs.entropy_from_logits
+        elif (
+            verl_F.entropy_from_logits is ENTROPY.replacement
+            and not self.engine_config.entropy_from_logits_with_chunking
+        ):
+            stock = original(ENTROPY)  # asking a context variable breaks the compiler's trace
+            compiled = self.engine_config.use_torch_compile
+            self.compute_entropy_from_logits = torch.compile(stock, dynamic=True) if compiled else stock
 
     def _apply_logits(self, module: Any, requested: str) -> None:
         choice = lm_head.resolve_logits(

@@ -301,6 +301,18 @@ def test_copies_that_run_late_are_waited_for_and_at_most_two_layers_are_on_the_d
         assert offloader.transfer.most_waiting_bytes > 0
 
 
+def test_a_kept_graph_can_be_run_again_though_copies_run_late():
+    model, inputs = qwen2(4), batch(padded=0)
+    reference = step(model, inputs, use_cache=False)
+    offloader = OFFLOAD.apply(model)
+    offloader.transfer = DelayedTransfer()
+    loss = loss_of(model, inputs, use_cache=False)
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    assert_same(reference, (loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+
+
 def test_the_layer_before_is_fetched_while_a_layer_runs_backward():
     model, inputs = qwen2(3), batch(padded=0)
     Full().apply(model)
@@ -390,6 +402,17 @@ def test_a_graph_that_never_runs_backward_gives_its_buffers_back():
     del loss
     gc.collect()
     assert offloader.pool.in_use_bytes == 0
+
+
+def test_tensors_that_stay_on_the_device_are_freed_with_a_graph_that_never_runs_backward():
+    model = qwen2()
+    ActivationOffload(min_bytes=1 << 30).apply(model)
+    with LiveStorages() as made:
+        loss = loss_of(model, batch(), use_cache=False)
+    assert made.total_bytes() > 10 * hidden_bytes(batch())
+    del loss
+    gc.collect()
+    assert made.total_bytes() < hidden_bytes(batch())
 
 
 @pytest.mark.parametrize("order", ["offload first", "policy first"])

@@ -1,0 +1,255 @@
+"""The request in the keys of verl's SFT trainer: each setting of the actor, each refusal, and the spec of the run."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_ext_sharding import sft
+from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.config.spec import RunSpec
+from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.launchers import Program
+
+PROGRAM = Program(target=("-m", "verl.trainer.sft_trainer"))
+ACTOR = "sharding.roles.actor"
+
+
+def ranks(world_size, *, rank=0, local_world_size=None):
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % (local_world_size or world_size)}
+    return {
+        name: str(number) for name, number in (numbers | {"LOCAL_WORLD_SIZE": local_world_size or world_size}).items()
+    }
+
+
+@pytest.fixture
+def prepare(compose):
+    """Composes a config of SFT and prepares it: the plan and the config as it is then."""
+
+    def prepared(*overrides, written=(), **environ):
+        config = compose(*overrides, *written, config_name="sft_trainer_engine")
+        explicit = dict(line.lstrip("+").split("=", 1) for line in written)
+        return sft.prepare(config, explicit, environ or ranks(2), PROGRAM), config
+
+    return prepared
+
+
+def changed(plan):
+    return {change.key: change.new for change in plan.changes}
+
+
+def refusal(prepare, *overrides, **options):
+    with pytest.raises(ConfigError) as caught:
+        prepare(*overrides, **options)
+    return caught.value
+
+
+def test_a_run_that_asks_for_nothing_changes_nothing(prepare):
+    plan, _ = prepare()
+    assert plan.changes == ()
+    assert plan.spec.measures == {}
+
+
+BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "keys"),
+    [
+        ("dtype=bfloat16", {"engine.model_dtype": "bf16"}),
+        ("compute_dtype=bfloat16", {"engine.mixed_precision": BF16}),
+        ("gradient_checkpointing=false", {"model.enable_gradient_checkpointing": False}),
+        ("offload.params=true", {"engine.param_offload": True}),
+        ("offload.optimizer=true", {"engine.optimizer_offload": True}),
+        ("micro_batch_size=2", {"data.use_dynamic_bsz": False, "data.micro_batch_size_per_gpu": 2}),
+        ("max_tokens=2048", {"data.max_token_len_per_gpu": 2048}),
+    ],
+)
+def test_each_setting_of_the_actor_becomes_the_key_that_sft_has_for_it(prepare, setting, keys):
+    plan, config = prepare(f"{ACTOR}.{setting}")
+    assert changed(plan) == keys
+    found = {key: OmegaConf.select(config, key) for key in keys}
+    assert {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in found.items()} == keys
+
+
+def test_a_token_budget_switches_verls_fixed_micro_batches_off(prepare):
+    plan, _ = prepare(f"{ACTOR}.max_tokens=2048", "data.use_dynamic_bsz=False")
+    assert changed(plan) == {"data.use_dynamic_bsz": True, "data.max_token_len_per_gpu": 2048}
+
+
+@pytest.mark.parametrize(
+    ("setting", "measures"),
+    [
+        ("attn_implementation=eager", RoleMeasures(attention="eager")),
+        ("logits=fused", RoleMeasures(logits="fused")),
+        (
+            "gradient_checkpointing={policy: every_n, every: 2}",
+            RoleMeasures(checkpointing={"policy": "every_n", "every": 2}),
+        ),
+        ("offload.activations=true", RoleMeasures(offload_activations=True)),
+        ("offload.optimizer=step", RoleMeasures(optimizer_per_step=True)),
+    ],
+)
+def test_what_verl_has_no_key_for_travels_in_the_spec_as_a_measure_of_the_actor(prepare, setting, measures):
+    plan, _ = prepare(f"{ACTOR}.{setting}")
+    assert plan.spec.measures == {"actor": measures}
+    assert RunSpec.from_json(plan.spec.to_json()) == plan.spec
+
+
+@pytest.mark.parametrize(("logits", "needed"), [("auto", True), ("chunked", True), ("full", False), ("fused", False)])
+def test_the_patch_of_log_probs_is_needed_only_where_they_come_in_chunks(prepare, logits, needed):
+    plan, _ = prepare(f"{ACTOR}.logits={logits}")
+    assert ("sharding.roles.*.logits" in plan.spec.needed) is needed
+
+
+def test_the_spec_has_one_role_on_every_process_of_the_launcher(prepare):
+    plan, _ = prepare(**ranks(8, rank=5, local_world_size=4))
+    assert plan.spec.placement.roles == ("actor",)
+    assert plan.spec.placement.devices_of("actor") == tuple(range(8))
+    assert (plan.spec.placement.topology.num_nodes, plan.spec.placement.topology.devices_per_node) == (2, 4)
+    assert (plan.ranks.rank, plan.ranks.local_rank) == (5, 1)
+
+
+# What SFT can't do
+
+
+@pytest.mark.parametrize("devices", ["[0]", "0-1", "first_half"])
+def test_devices_are_refused_since_the_launcher_gives_them(prepare, devices):
+    error = refusal(prepare, f"{ACTOR}.devices={devices}")
+    assert error.subject == f"{ACTOR}.devices"
+    assert "torchrun" in error.expected
+    assert "CUDA_VISIBLE_DEVICES" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("setting", "instead"),
+    [
+        ("critic.dtype=bfloat16", f"{ACTOR}.dtype"),
+        ("ref.offload.params=true", f"{ACTOR}.offload.params"),
+        ("rollout.batch_size=4", None),
+        ("reward.execution_device=cpu", None),
+        ("teacher.devices=[0]", f"{ACTOR}.devices"),
+    ],
+)
+def test_settings_of_other_roles_are_refused_with_the_block_that_sft_reads(prepare, setting, instead):
+    error = refusal(prepare, f"sharding.roles.{setting}")
+    assert error.subject == f"sharding.roles.{setting.partition('=')[0]}"
+    assert ACTOR in error.expected
+    assert error.remedy.endswith(f"or write {instead}") if instead else ACTOR not in error.remedy
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "sharding.placement.timeout_s=9",
+        f"{ACTOR}.layout=device_map",
+        "sharding.guards.token_ids=mask",
+        "sharding.fit=report",
+    ],
+)
+def test_what_nothing_in_sft_acts_on_is_refused(prepare, setting):
+    assert refusal(prepare, setting).subject == setting.partition("=")[0]
+
+
+@pytest.mark.parametrize("setting", [f"{ACTOR}.layout=fsdp", "sharding.fit=off", "sharding.communication.p2p=false"])
+def test_what_happens_anyway_or_acts_elsewhere_is_accepted(prepare, setting):
+    plan, _ = prepare(setting)
+    assert plan.changes == ()
+
+
+def test_settings_of_the_model_need_the_fsdp_engine(prepare):
+    error = refusal(prepare, f"{ACTOR}.dtype=bfloat16", "engine=megatron", "optim=megatron")
+    assert error.found == "McoreEngineConfig"
+    assert "engine=fsdp" in error.expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "processes", "ulysses", "asked", "fitting"),
+    [(8, 2, 1, 3, 2), (8, 2, 1, 8, 4), (12, 4, 2, 4, 3), (7, 2, 1, 2, 1)],
+)
+def test_a_micro_batch_that_does_not_divide_what_a_rank_gets_is_refused_with_one_that_does(
+    prepare, batch, processes, ulysses, asked, fitting
+):
+    overrides = [f"data.train_batch_size={batch}", f"engine.ulysses_sequence_parallel_size={ulysses}"]
+    error = refusal(prepare, f"{ACTOR}.micro_batch_size={asked}", *overrides, **ranks(processes))
+    assert error.remedy == f"{ACTOR}.micro_batch_size={fitting}"
+    prepare(f"{ACTOR}.micro_batch_size={fitting}", *overrides, **ranks(processes))
+
+
+@pytest.mark.parametrize(("ulysses", "asked", "enough"), [(1, 1023, 1024), (2, 511, 512), (4, 255, 256)])
+def test_a_token_budget_below_the_longest_sequence_is_refused_with_one_that_holds_it(prepare, ulysses, asked, enough):
+    overrides = ["data.max_length=1024", f"engine.ulysses_sequence_parallel_size={ulysses}"]
+    error = refusal(prepare, f"{ACTOR}.max_tokens={asked}", *overrides, **ranks(4))
+    assert error.remedy == f"{ACTOR}.max_tokens={enough}, or data.max_length={asked * ulysses}"
+    prepare(f"{ACTOR}.max_tokens={enough}", *overrides, **ranks(4))
+
+
+def test_both_kinds_of_micro_batch_at_once_are_refused(prepare):
+    assert refusal(prepare, f"{ACTOR}.micro_batch_size=2", f"{ACTOR}.max_tokens=2048").subject == ACTOR
+
+
+def test_what_the_user_wrote_against_the_request_is_refused(prepare):
+    error = refusal(prepare, f"{ACTOR}.dtype=bfloat16", written=["engine.model_dtype=fp32"])
+    assert error.subject == "engine.model_dtype"
+    assert f"{ACTOR}.dtype" in error.expected
+
+
+# On a CPU
+
+CPU = "trainer.device=cpu"
+
+
+def test_verls_defaults_that_a_cpu_can_not_run_are_replaced(prepare):
+    plan, _ = prepare(CPU)
+    assert changed(plan) == {
+        "engine.strategy": "fsdp2",
+        "engine.use_torch_compile": False,
+        "engine.mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        "model.use_remove_padding": False,
+        "model.override_config.attn_implementation": "sdpa",
+        "data.num_workers": 0,
+    }
+
+
+def test_the_platform_in_the_environment_asks_for_the_cpu_as_well(prepare):
+    plan, config = prepare(**ranks(1), VERL_PLATFORM="cpu")
+    assert config.trainer.device == "cpu"
+    assert changed(plan)["engine.strategy"] == "fsdp2"
+
+
+def test_the_platform_and_a_device_that_differs_can_not_both_hold(prepare):
+    error = refusal(prepare, written=["trainer.device=cuda"], **ranks(1), VERL_PLATFORM="cpu")
+    assert error.subject == "trainer.device"
+
+
+def test_what_the_user_wrote_wins_over_the_defaults_of_a_cpu(prepare):
+    plan, config = prepare(
+        CPU,
+        written=[
+            "data.num_workers=2",
+            "+model.override_config.attn_implementation=eager",
+            "engine.use_torch_compile=True",
+        ],
+    )
+    assert not changed(plan).keys() & {"data.num_workers", "model.override_config.attn_implementation"}
+    assert (config.data.num_workers, config.engine.use_torch_compile) == (2, True)
+
+
+def test_the_request_wins_over_the_defaults_of_a_cpu(prepare):
+    _, config = prepare(CPU, f"{ACTOR}.compute_dtype=bfloat16")
+    assert OmegaConf.to_container(config.engine.mixed_precision) == BF16
+
+
+@pytest.mark.parametrize(
+    ("options", "subject"),
+    [
+        ({"written": ["engine.strategy=fsdp"]}, "engine.strategy"),
+        ({"written": ["engine=megatron", "optim=megatron"]}, "engine.strategy"),
+        (
+            {"written": ["+model.override_config.attn_implementation=flash_attention_2"]},
+            "model.override_config.attn_implementation",
+        ),
+    ],
+)
+def test_what_a_cpu_can_not_do_is_refused(prepare, options, subject):
+    error = refusal(prepare, CPU, **options)
+    assert error.subject == subject
+    assert "trainer.device=cpu" in error.expected
