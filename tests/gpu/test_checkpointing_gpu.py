@@ -30,7 +30,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-MIB = 2**20
+FP32_TOLERANCE = 1e-3
+"""Of the largest gradient of each parameter: eager and compiled kernels add up in other orders."""
+
 NUM_LAYERS = 8
 HIDDEN = 512
 VOCAB = 1000
@@ -120,7 +122,7 @@ def reference(model):
 def test_policies_keep_the_numbers_and_less_memory(model, reference, policy, most):
     result, everything = reference
     policy.apply(model)
-    assert_close(result, step(model, tokens()), 1e-4)
+    assert_close(result, step(model, tokens()), FP32_TOLERANCE)
     assert kept_bytes(model, tokens()) < most * everything
     assert applied(model).reason is None or not isinstance(policy, Budget) or policy.compile is False
     remove(model)
@@ -152,7 +154,7 @@ def test_activations_are_on_the_host_between_forward_and_backward(model, referen
     for seed in range(6):  # lengths that reuse each other's buffers while copies are under way
         step(model, tokens(2048 - 100 * seed, seed=seed))
     for _ in range(3):
-        assert_close(result, step(model, tokens()), 1e-4)
+        assert_close(result, step(model, tokens()), FP32_TOLERANCE)
     with_offload = kept_bytes(model, tokens())
     assert offloader.pool.in_use_bytes == 0
     if policy == Off():

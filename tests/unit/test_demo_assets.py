@@ -196,15 +196,16 @@ def places_of(overrides, compose):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "devices"),
+    ("device", "num_devices", "devices"),
     [
-        (1, {"actor": [0], "rollout": [0], "critic": [0], "ref": [0]}),
-        (2, {"actor": [0], "rollout": [0], "critic": [1], "ref": [1]}),
-        (3, {"actor": [0], "rollout": [0], "critic": [1], "ref": [2]}),
-        (4, {"actor": [0, 1], "rollout": [0, 1], "critic": [2], "ref": [3]}),
+        ("cpu", 1, {"actor": [0], "rollout": [0], "critic": [0], "ref": [0]}),
+        ("cpu", 2, {"actor": [0], "rollout": [0], "critic": [1], "ref": [1]}),
+        ("cpu", 3, {"actor": [0], "rollout": [0], "critic": [1], "ref": [2]}),
+        ("cpu", 4, {"actor": [0, 1], "rollout": [0, 1], "critic": [2], "ref": [3]}),
+        ("cuda", 1, {"actor": [0], "rollout": [0], "critic": [0], "ref": [0]}),
+        ("cuda", 4, {"actor": [0, 1], "rollout": [0, 1], "critic": [2], "ref": [3]}),
     ],
 )
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_command_is_accepted_and_spreads_the_roles_over_what_there_is(device, num_devices, devices, built, compose):
     overrides = command.overrides(built, device=device, num_devices=num_devices, steps=3)
     assert places_of(overrides, compose) == devices

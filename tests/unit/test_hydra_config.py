@@ -231,7 +231,7 @@ def commands(tmp_path_factory):
     lines = {
         "asked": ((*ppo, "--cfg", "job", ASKED, CRITIC), {}),
         "misspelt": ((*ppo, "--cfg", "job", ASKED, "sharding.roles.critc.devices=[1]"), {}),
-        "no plugins": ((*ppo, "--cfg", "job", ASKED), {envs.VERL_PLUGINS: "none"}),
+        "no plugins": (("-c", _ASK), {envs.VERL_PLUGINS: "none"}),
         "off switch": (("-c", _ASK), {envs.DISABLE: "1"}),
         "old trainer": ((*ppo, ASKED, "trainer.use_v1=False", here), {}),
         "recipe": ((str(folder / "recipe.py"), ASKED, "sharding=split", here), {}),

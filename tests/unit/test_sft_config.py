@@ -1,13 +1,17 @@
 """The request in the keys of verl's SFT trainer: each setting of the actor, each refusal, and the spec of the run."""
 
+import sys
+import types
+
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext_sharding import sft
+from verl_ext_sharding import driver, sft
 from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.errors import ConfigError
-from verl_ext_sharding.launchers import Program
+from verl_ext_sharding.launchers import Program, Ranks
+from verl_ext_sharding.patch_points import logprobs
 
 PROGRAM = Program(target=("-m", "verl.trainer.sft_trainer"))
 ACTOR = "sharding.roles.actor"
@@ -174,9 +178,9 @@ def test_a_micro_batch_that_does_not_divide_what_a_rank_gets_is_refused_with_one
     prepare(f"{ACTOR}.micro_batch_size={fitting}", *overrides, **ranks(processes))
 
 
-@pytest.mark.parametrize(("ulysses", "asked", "enough"), [(1, 1023, 1024), (2, 511, 512), (4, 255, 256)])
+@pytest.mark.parametrize(("ulysses", "asked", "enough"), [(1, 1022, 1023), (2, 511, 512), (4, 255, 256)])
 def test_a_token_budget_below_the_longest_sequence_is_refused_with_one_that_holds_it(prepare, ulysses, asked, enough):
-    overrides = ["data.max_length=1024", f"engine.ulysses_sequence_parallel_size={ulysses}"]
+    overrides = ["data.max_length=1023", f"engine.ulysses_sequence_parallel_size={ulysses}"]
     error = refusal(prepare, f"{ACTOR}.max_tokens={asked}", *overrides, **ranks(4))
     assert error.remedy == f"{ACTOR}.max_tokens={enough}, or data.max_length={asked * ulysses}"
     prepare(f"{ACTOR}.max_tokens={enough}", *overrides, **ranks(4))
@@ -253,3 +257,52 @@ def test_what_a_cpu_can_not_do_is_refused(prepare, options, subject):
     error = refusal(prepare, CPU, **options)
     assert error.subject == subject
     assert "trainer.device=cpu" in error.expected
+
+
+# The process's own device, and the engine that it has imported already
+
+
+@pytest.fixture
+def platform(monkeypatch):
+    """A machine with two accelerators, and what was selected of them."""
+    platforms = pytest.importorskip("verl.plugin.platform")
+    selected = []
+    machine = types.SimpleNamespace(device_count=lambda: 2, set_device=selected.append)
+    monkeypatch.setattr(platforms, "get_platform", lambda: machine)
+    return selected
+
+
+ON_GPU = OmegaConf.create({"trainer": {"device": "cuda"}})
+
+
+def test_the_device_is_that_of_the_local_rank(platform):
+    sft._select_device(ON_GPU, Ranks(rank=5, world_size=8, local_rank=1, local_world_size=2))
+    assert platform == [1]
+
+
+def test_more_processes_than_devices_are_refused_before_cuda_is_asked(platform):
+    with pytest.raises(ConfigError, match="2 visible cuda devices") as caught:
+        sft._select_device(ON_GPU, Ranks(rank=2, world_size=4, local_rank=2, local_world_size=4))
+    assert caught.value.remedy == "torchrun --nproc_per_node=2"
+    assert platform == []
+
+
+def test_on_a_cpu_an_engine_that_was_imported_for_cuda_is_told(platform, monkeypatch):
+    engine = types.ModuleType(sft._ENGINE_MODULE)
+    engine.device_name = "cuda"
+    monkeypatch.setitem(sys.modules, sft._ENGINE_MODULE, engine)
+    monkeypatch.setattr(driver, "select_cpu", lambda: None)
+    sft._select_device(OmegaConf.create({"trainer": {"device": "cpu"}}), Ranks(rank=1, world_size=2, local_rank=1))
+    assert engine.device_name == "cpu"
+    assert platform == []
+
+
+def test_log_probs_reach_an_engine_that_took_them_by_name_before_the_patch_came(monkeypatch):
+    functions = pytest.importorskip("verl.utils.torch_functional")
+    engine = types.ModuleType(sft._ENGINE_MODULE)
+    engine.logprobs_from_logits = functions.logprobs_from_logits
+    engine.entropy_from_logits = own = print
+    monkeypatch.setitem(sys.modules, sft._ENGINE_MODULE, engine)
+    sft._reach_engine()
+    assert engine.logprobs_from_logits is logprobs.logprobs_from_logits
+    assert engine.entropy_from_logits is own

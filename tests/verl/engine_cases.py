@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_ext_sharding.config.measures import RoleMeasures
 
-KEPT_BYTES = "12MiB"
+KEPT_BYTES = "16MiB"
 """A byte budget between what `full` and no checkpointing keep in the layers, see `test_measures`."""
 
 
@@ -39,7 +39,8 @@ class Case:
         engine: Fields of verl's `FSDPEngineConfig` that differ from `engine_runs.ENGINE`.
         like: Name of the run that it is compared with, made before; None: nothing.
         size: Of its batches.
-        tied: The model shares its embedding with its head.
+        model_name: Of the model, see `engine_runs.folder_of`.
+        reads_logits: Batches that need the logits themselves are tried too.
         one_rank: It is run on one rank only.
     """
 
@@ -50,7 +51,8 @@ class Case:
     engine: Mapping[str, Any] = field(default_factory=dict)
     like: str | None = None
     size: Size = MEDIUM
-    tied: bool = False
+    model_name: str = "qwen2"
+    reads_logits: bool = False
     one_rank: bool = False
 
 
@@ -83,8 +85,10 @@ def _offload() -> list[Case]:
         )
         for name, policy in policies.items()
     ]
+    large_full = RoleMeasures(logits="chunked", checkpointing=POLICIES["full"])
     return [
         Case(name="large", measures=chunked, model=PADDED, size=LARGE),
+        Case(name="large_full", measures=large_full, model=PADDED, like="large", size=LARGE),
         *ours,
         Case(name="offload_verls_keys", measures=chunked, model=PADDED | VERLS_OFFLOAD, like="large", size=LARGE),
     ]
@@ -93,7 +97,8 @@ def _offload() -> list[Case]:
 def _logits() -> list[Case]:
     names = ("full", "chunked", "fused", "auto")
     padded = [
-        Case(name=f"logits_{name}", measures=RoleMeasures(logits=name), model=PADDED, like="none") for name in names
+        Case(name=f"logits_{name}", measures=RoleMeasures(logits=name), model=PADDED, like="none", reads_logits=True)
+        for name in names
     ]
     packed = [
         Case(
@@ -101,15 +106,18 @@ def _logits() -> list[Case]:
             measures=RoleMeasures(attention="sdpa", logits=name),
             model={"use_fused_kernels": name == "chunked"},  # verl's own, which gives way
             like="packed",
+            reads_logits=True,
         )
         for name in names
     ]
     return [
         *padded,
-        Case(name="packed", measures=RoleMeasures(attention="sdpa"), like="none"),
+        Case(name="packed", measures=RoleMeasures(attention="sdpa"), like="none", reads_logits=True),
         *packed,
-        Case(name="tied", model=PADDED, tied=True),
-        Case(name="tied_fused", measures=RoleMeasures(logits="fused"), model=PADDED, like="tied", tied=True),
+        Case(name="tied", model=PADDED, model_name="qwen2_tied"),
+        Case(
+            name="tied_fused", measures=RoleMeasures(logits="fused"), model=PADDED, like="tied", model_name="qwen2_tied"
+        ),
     ]
 
 
@@ -132,6 +140,24 @@ def _attention() -> list[Case]:
             for name in ("auto", "sdpa", "eager")
         ]
     return cases
+
+
+def _delta_net() -> list[Case]:
+    """Qwen3.5, whose gated delta nets save a tuple (verl#7472)."""
+    chunked, offload = RoleMeasures(logits="chunked"), RoleMeasures(logits="chunked", offload_activations=True)
+    cases = {"delta": (chunked, {}), "delta_offload": (offload, {}), "delta_verls_keys": (chunked, VERLS_OFFLOAD)}
+    return [
+        Case(
+            name=name,
+            measures=measures,
+            model=PADDED | model,
+            like="delta" if name != "delta" else None,
+            size=LARGE,
+            model_name="qwen3_5",
+            one_rank=True,
+        )
+        for name, (measures, model) in cases.items()
+    ]
 
 
 def _lora() -> list[Case]:
@@ -182,7 +208,7 @@ COMBINED = Case(name="combined", measures=ALL, like="large", size=LARGE)
 """Everything at once, packed. Its checkpoint is loaded again, with and without the measures."""
 
 CASES = [
-    Case(name="none", model=PADDED),
+    Case(name="none", model=PADDED, reads_logits=True),
     *(
         Case(name=name, measures=RoleMeasures(checkpointing=policy), model=PADDED, like="none")
         for name, policy in POLICIES.items()
@@ -192,6 +218,7 @@ CASES = [
     *_attention(),
     *_offload(),
     COMBINED,
+    *_delta_net(),
     *_lora(),
     *_critic(),
     *_ref(),

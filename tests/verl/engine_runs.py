@@ -6,6 +6,7 @@ and MASTER_PORT set; `results(num_ranks)` does that once for each number of rank
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -30,6 +31,9 @@ TIMEOUT_S = 900
 STEPS = 2
 MICRO_BATCHES = 2
 TEMPERATURE = 0.8
+LEARNING_RATE = 1e-3
+ADAM = {"eps": 1e-3}
+"""Far above the rounding of a gradient, which Adam's own 1e-8 would turn into a step of full size."""
 NEEDED = ("trainer.plugin", "sharding.roles.*.logits", "critic.model.override_config.attn_implementation")
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 MODEL = {"enable_gradient_checkpointing": False, "override_config": {"attn_implementation": "sdpa"}}
@@ -46,8 +50,8 @@ def results(num_ranks: int) -> dict[str, dict[str, Any]]:
     """
     with tempfile.TemporaryDirectory(prefix="engine-runs-") as made:
         folder = Path(made)
-        for tied in (False, True):
-            assets.build(_shape(tied))
+        for name in sorted({case.model_name for case in CASES}):
+            folder_of(name)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -89,8 +93,32 @@ def spec_of(case: Case) -> RunSpec:
     return RunSpec(placement=place({}, facts), bundle_cpus=3, measures={case.role: case.measures}, needed=NEEDED)
 
 
-def _shape(tied: bool) -> assets.TinyModel:
-    return assets.TinyModel(num_layers=4, tied=tied)
+def folder_of(model_name: str) -> assets.Assets:
+    """Files of a tiny model, written once for each machine."""
+    if model_name == "qwen3_5":
+        return _delta_net()
+    return assets.build(assets.TinyModel(num_layers=4, tied=model_name == "qwen2_tied"))
+
+
+def _delta_net() -> assets.Assets:
+    """Qwen3.5 for text: three gated delta nets and one attention layer."""
+    files = assets.build()
+    home = assets.cache_root() / "qwen3_5-text-4-layers"
+    if not (home / "config.json").exists():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(files.model)
+        shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2}
+        delta = {"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("qwen3_5_text", **shape, **heads, **delta, eos_token_id=tokenizer.eos_token_id)
+        with tempfile.TemporaryDirectory(dir=home.parent) as made:
+            for part in (AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer):
+                part.save_pretrained(Path(made) / "model")
+            (Path(made) / "model").rename(home)
+    return dataclasses.replace(files, model=home)
 
 
 # In the ranks
@@ -163,18 +191,27 @@ class Run:
             "global_batch_size": None,
             "calculate_entropy": self.case.role != "critic",
         }
-        tu.assign_non_tensor(data, **settings, **more)
+        tu.assign_non_tensor(data, **{**settings, **more})
         return data
 
-    def infer(self) -> dict[str, Any]:
+    def infer_from_logits(self) -> dict[str, Any]:
+        """The same for a batch that asks for a sum over all logits, or the error."""
+        from verl_ext_sharding.errors import ConfigError
+
+        try:
+            return self.infer(calculate_sum_pi_squared=True)
+        except ConfigError as error:
+            return {"error": error}
+
+    def infer(self, **more: Any) -> dict[str, Any]:
         """Log-probs and entropy, or values, of the first micro-batch, in evaluation mode.
 
         The last token of a sequence predicts nothing: its log-prob is that of whatever comes next in the batch.
         """
-        data = self.data(0, first_only=True, compute_loss=False)
+        data = self.data(0, first_only=True, compute_loss=False, **more)
         output = self.worker.infer_batch(data)
         found = {}
-        for name in ("log_probs", "entropy", "values"):
+        for name in ("log_probs", "entropy", "values", "sum_pi_squared"):
             if name in output:
                 found.update({f"{name}.{i}": one[:-1].clone() for i, one in enumerate(output[name].unbind())})
         return found
@@ -185,7 +222,10 @@ class Run:
         return {key: _number(value) for key, value in metrics.items() if not key.startswith("perf/")}
 
     def kept(self) -> dict[str, int]:
-        """Bytes that one micro-batch keeps from its forward to its backward pass: on the device, on the host."""
+        """Bytes that one micro-batch keeps from its forward to its backward pass: on the device, on the host.
+
+        `tokens`: how many tokens the layers see, padding included.
+        """
         from verl_ext_sharding.training.saved_bytes import LiveStorages
 
         configs = self.engine.model_config, self.engine.engine_config
@@ -197,13 +237,20 @@ class Run:
             dp_size=1,
             batch_num_tokens=1,
         )
+        lengths = data["input_ids"].offsets().diff()
+        tokens = int(lengths.sum() if configs[0].use_remove_padding else lengths.max() * len(lengths))
         with self.engine.train_mode():
             with LiveStorages() as made:
                 loss, _ = self.engine.forward_step(data, loss_function=self.worker.loss_fn, forward_only=False)
             host_bytes = self.host_bytes()
             device_bytes = made.total_bytes() - host_bytes  # on this platform both are in the same memory
             loss.backward()
-        return {"device": device_bytes, "host": host_bytes, "host_afterwards": self.host_bytes(in_use=True)}
+        return {
+            "device": device_bytes,
+            "host": host_bytes,
+            "host_afterwards": self.host_bytes(in_use=True),
+            "tokens": tokens,
+        }
 
     def host_bytes(self, in_use: bool = False) -> int:
         """Bytes of the host buffers of activation offload."""
@@ -242,14 +289,14 @@ def _config(case: Case) -> Any:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 
-    files = assets.build(_shape(case.tied))
+    files = folder_of(case.model_name)
     sizes = dict.fromkeys(("micro_batch_size_per_gpu", "infer_micro_batch_size_per_gpu"), case.size.sequences)
     path = files.critic if case.role == "critic" else files.model
     return TrainingWorkerConfig(
         model_type="value_model" if case.role == "critic" else "language_model",
         model_config=HFModelConfig(path=str(path), **{**MODEL, **case.model}),
         engine_config=FSDPEngineConfig(**{**ENGINE, **case.engine, **sizes}),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
+        optimizer_config=FSDPOptimizerConfig(lr=LEARNING_RATE, total_training_steps=10, override_optimizer_config=ADAM),
         checkpoint_config=CheckpointConfig(),
     )
 
@@ -294,6 +341,8 @@ def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Pat
         warnings.simplefilter("always")
         run = Run(case, rank)
         tensors = {"inferred": run.infer()}
+        if case.reads_logits:
+            tensors["inferred from logits"] = run.infer_from_logits()
         found: dict[str, Any] = {"names": sorted(run.weights()), "applied": run.engine.applied}
         if case.role != "ref":
             found["kept"] = run.kept()
@@ -305,8 +354,19 @@ def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Pat
             tensors |= {"weights": run.weights(), "inferred afterwards": run.infer()}
             found |= {"exported": run.exported(), "parameter_bytes": run.parameter_bytes()}
             found["optimizer_bytes"] = run.optimizer_bytes()
+        # what the worker shares with the rollout adapter is as it was
+        shared = run.worker.model_config
+        found["shared"] = [
+            shared.hf_config._attn_implementation,
+            shared.use_fused_kernels,
+            run.engine.model_config is shared,
+        ]
         if case is COMBINED:
             found["resumed"] = _resume(run, rank, tensors["weights"], folder / "checkpoint")
+    error = tensors.get("inferred from logits", {}).get("error")
+    if error is not None:
+        found["error"] = str(error)
+        del tensors["inferred from logits"]
     found["messages"] = messages.texts
     found["warnings"] = sorted({str(warning.message) for warning in warned})
     if case.like is not None:
@@ -317,8 +377,6 @@ def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Pat
 
 def _resume(run: Run, rank: int, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Saves, makes one more step, and makes that step again from the checkpoint: with the measures, and without any."""
-    import dataclasses
-
     run.worker.save_checkpoint(str(folder), global_step=STEPS)
     reference = run.train(STEPS) | {"weights": run.weights()}
     bare = dataclasses.replace(COMBINED, measures=RoleMeasures(), model={"use_remove_padding": False})
@@ -338,13 +396,19 @@ def _resume(run: Run, rank: int, weights: dict[str, Any], folder: Path) -> dict[
 
 
 def _differences(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
-    return {kind: _largest(found[kind], tensors) for kind, tensors in reference.items()}
+    return {kind: _largest(found[kind], tensors) for kind, tensors in reference.items() if kind in found}
 
 
 def _largest(found: dict[str, Any], reference: dict[str, Any]) -> float:
-    """The largest absolute difference of tensors by name; 0.0 is bit for bit."""
+    """The largest difference of tensors by name, relative to the largest value of each; 0.0 is bit for bit.
+
+    A step of the optimizer is the least that counts as a value: some biases have no gradient but rounding.
+    """
     assert found.keys() == reference.keys()
-    return max(float((found[name] - value).abs().max()) for name, value in reference.items())
+    return max(
+        float((found[name] - value).abs().max()) / max(float(value.abs().max()), LEARNING_RATE)
+        for name, value in reference.items()
+    )
 
 
 class _Messages(logging.Handler):

@@ -132,7 +132,7 @@ def curve(job: harness.Job) -> list[float]:
     return [job.metrics[step][f"train/{name}"] for step in sorted(job.metrics) for name in ("loss", "grad_norm")]
 
 
-def test_sft_trains_under_torchrun_on_gloo_and_saves(plain, sft):
+def test_sft_trains_under_torchrun_on_gloo_and_saves(plain):
     assert len(curve(plain)) == 2 * STEPS
     assert plain.metrics[1]["train/loss"] > plain.metrics[2]["train/loss"]
     assert "global_step_2/model_world_size_2_rank_1.pt" in plain.output

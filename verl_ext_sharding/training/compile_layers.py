@@ -219,7 +219,7 @@ class CompiledRecompute(Recompute):
         self.compiled = list(variants)
         self.eager = eager
         self.failure: str | None = None
-        self._worked = False
+        self._reported = False
         self._warned_limit = False
         self._error: Exception | None = None
         self._hidden: list[nn.Module] = []
@@ -259,7 +259,7 @@ class CompiledRecompute(Recompute):
 
     def _attempt(self, index: int, call: Callable[[], Any]) -> tuple[bool, Any]:
         """Runs a compiled call: (True, output), or (False, None) where the compiler and not the model failed."""
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+        from torch._dynamo.exc import FailOnRecompileLimitHit
 
         self._hide_flat_parameters(index)
         try:
@@ -270,14 +270,12 @@ class CompiledRecompute(Recompute):
             self._warn_limit()
             return False, None
         except Exception as error:
-            # Not every failure of the tools has the compiler's type (a C compiler that fails is a CalledProcessError).
-            # Until one call has worked any error counts: if it is the model's own, the eager run raises it again.
-            if self._worked and not isinstance(error, TorchDynamoException):
-                raise
+            # Not every failure of the tools has a type of its own (a C compiler that fails is a CalledProcessError), so
+            # any counts; if it is the model's own, the eager run raises it again and the compiler is not blamed.
             self._error = error
             return False, None
-        if not self._worked:
-            self._worked = True
+        if not self._reported:
+            self._reported = True
             self._report_pieces()
         return True, output
 

@@ -168,8 +168,12 @@ class ActivationOffloader:
             return False
         if tensor.numel() * tensor.element_size() < max(1, self.min_bytes):
             return False
-        is_parameter = tensor.untyped_storage()._cdata in self._parameters
-        return not is_parameter and (tensor.dtype, tuple(tensor.shape)) not in self._cast_shapes
+        storage = tensor.untyped_storage()
+        if (
+            storage.nbytes() == 0 or tensor.is_conj() or tensor.is_neg()
+        ):  # nothing there, or more than bytes and strides
+            return False
+        return storage._cdata not in self._parameters and (tensor.dtype, tuple(tensor.shape)) not in self._cast_shapes
 
     def _record(self, group: _Group, tensor: torch.Tensor) -> _Record:
         storage = tensor.untyped_storage()

@@ -43,7 +43,7 @@ EAGER = [
 def layer_bytes(model: nn.Module, inputs: dict[str, torch.Tensor]) -> int:
     """Bytes that the decoder layers keep after a forward pass: everything alive that the layers made, the last output
     included and the embeddings left out."""
-    base = model.base_model
+    base = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
     hidden = base.embed_tokens(inputs["input_ids"])
     positions = torch.arange(hidden.shape[1])[None]
     rotary = base.rotary_emb(hidden, positions)
@@ -107,6 +107,15 @@ def test_policies_keep_less_in_the_order_that_their_names_promise():
     assert kept["full"] < kept["attention"] < kept["matmul and attention"] < kept["none"]
 
 
+def test_every_n_recomputes_one_layer_in_n_and_the_first_of_them():
+    model, inputs = qwen2(7), batch(padded=0)
+    kept = {}
+    for name, policy in {"none": Off(), "third": EveryN(3), "full": Full()}.items():
+        policy.apply(model)
+        kept[name] = layer_bytes(model, inputs)
+    assert kept["none"] - kept["third"] == pytest.approx((kept["none"] - kept["full"]) * 3 / 7, rel=0.01)
+
+
 def test_selective_recomputes_elementwise_operators_and_no_matrix_product():
     model, inputs = qwen2(1), batch(padded=0)
 
@@ -166,6 +175,16 @@ def test_longer_rows_are_measured_anew_though_the_batch_has_no_more_tokens():
     Budget(kept_bytes=everything[16]).apply(model)
     assert layer_bytes(model, inputs[16]) == everything[16]
     assert layer_bytes(model, inputs[128]) <= everything[16]
+
+
+def test_a_budget_holds_with_lora_where_the_first_input_needs_no_gradient_and_its_layer_keeps_less():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(qwen2(8), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["down_proj"]))
+    inputs = batch(padded=0)
+    Off().apply(model)
+    budget = layer_bytes(model, inputs) // 2
+    Budget(kept_bytes=budget).apply(model)
+    assert budget / 2 < layer_bytes(model, inputs) <= budget
 
 
 def test_a_budget_below_the_inputs_of_layers_is_said_and_keeps_them_alone(caplog):
