@@ -120,7 +120,9 @@ def test_what_the_errors_say_to_type_leads_to_a_job_that_runs(job):
                 except PlacementError as error:
                     value = number_after(error.subject, error.remedy)
                     if error.subject == "data.train_batch_size":
-                        assert value > batch
+                        ranks = [len(devices[role]) for role in devices]
+                        fits = (n for n in itertools.count(batch) if all(n * rollout_n % count == 0 for count in ranks))
+                        assert value == next(fits)
                         batch = value
                     else:
                         role = "critic" if error.subject.startswith("critic") else "actor"
@@ -140,6 +142,14 @@ def test_a_micro_batch_that_does_not_divide_what_a_rank_gets_is_refused(of_step,
     assert what in error.expected
     assert error.found == "5"
     assert error.remedy == f"{micro.key}=4"
+
+
+def test_a_micro_batch_is_a_number_of_samples_and_not_of_prompts(job):
+    for of_step in (True, False):
+        micro = MicroBatch(key="k", samples=6, of_step=of_step)
+        engines = {"actor": EngineFacts(strategy="fsdp2", mini_batch_size=8, micro_batches=(micro,))}
+        facts = job(engines=engines, train_batch_size=8, rollout_n=3)
+        check_job(place({"actor": [0, 1], "ref": [0], "critic": [0]}, facts), facts)
 
 
 def test_a_micro_batch_that_divides_is_accepted(job):
@@ -364,6 +374,11 @@ def test_the_fewer_workers_that_are_offered_really_fit(free, job):
         assert check_cluster(place({}, facts, colocate_count=count), facts, nodes((4, free))) == count
     else:
         assert free < 6
+
+
+def test_fewer_workers_are_offered_only_where_every_node_can_hold_them(job):
+    error = cluster_refusal(job(nodes=2, devices=4), nodes((4, 64), (4, 7)))
+    assert number_after("sharding.placement.max_colocate_count", error.remedy) == 1
 
 
 def test_fewer_workers_are_not_offered_where_roles_need_them(job):

@@ -70,6 +70,12 @@ def test_numbers_count_over_the_job_and_a_map_uses_the_numbers_of_each_node(spec
     assert parse_devices(spec, TWO_NODES, key=KEY) == numbers
 
 
+def test_two_devices_have_halves_of_one():
+    topology = Topology(num_nodes=1, devices_per_node=2)
+    assert parse_devices("first_half", topology, key=KEY) == (0,)
+    assert parse_devices("second_half", topology, key=KEY) == (1,)
+
+
 def test_halves_of_an_odd_number_of_devices_cover_all_of_them_once():
     topology = Topology(num_nodes=1, devices_per_node=5)
     halves = [parse_devices(word, topology, key=KEY) for word in ("first_half", "second_half")]
@@ -171,7 +177,7 @@ def test_a_node_that_is_not_there_is_refused_with_the_nodes_that_are(name):
     assert error.subject == KEY
     assert "node0, node1" in error.expected
     assert error.found == name
-    assert "trainer.nnodes=2" in error.remedy
+    assert "trainer.nnodes=2 has node0 to node1" in error.remedy
 
 
 @pytest.mark.parametrize("spec", [[4], "2-5", [-1]], ids=str)

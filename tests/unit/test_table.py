@@ -69,6 +69,7 @@ def test_rows_of_reward_and_teacher_name_their_servers(job):
     facts = job(("actor",), reward=ServerFacts(name="sglang"), teacher=ServerFacts(name="vllm", ranks_per_replica=2))
     found = rows({"actor": [0], "reward": [1], "teacher": [2, 3]}, facts)
     assert (found["reward"].engine, found["reward"].ranks) == ("sglang", "1 server x 1")
+    assert (found["reward"].worker_class, found["rollout"].worker_class) == ("CheckpointEngineWorker", "rollout server")
     assert (found["teacher"].engine, found["teacher"].ranks) == ("vllm", "1 server x 2")
 
 
@@ -112,6 +113,11 @@ def test_devices_with_several_processes_are_noted_in_groups(job):
     text = "\n".join(notes({"actor": [0, 1], "critic": [1, 2], "ref": [1, 3]}, job()))
     assert "device [1]: 3 processes (actor, ref, critic)" in text
     assert "device [0]" not in text
+
+
+def test_devices_that_hold_the_same_processes_are_noted_together(job):
+    text = "\n".join(notes({"actor": [0, 1], "critic": [1, 0, 2], "ref": [3]}, job()))
+    assert "devices [0,1]: 2 processes (actor, critic)" in text
 
 
 def test_one_process_for_several_roles_is_not_several_processes(job):

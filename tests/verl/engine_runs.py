@@ -262,13 +262,13 @@ class Run:
         return stage.offloader.pool.in_use_bytes if in_use else stage.offloader.pool.total_bytes
 
     def optimizer_bytes(self) -> dict[str, int] | None:
-        """Where this rank's optimizer states are, between steps."""
-        from verl_ext_sharding.training.optimizer_offload import OptimizerStateOffload
+        """Where this rank's optimizer states are between steps; None: where verl leaves them."""
+        from verl_ext_sharding.training import optimizer_offload
 
-        if not self.case.measures.optimizer_per_step:
-            return None
         optimizer = self.engine.optimizer
-        offloader = OptimizerStateOffload().apply(optimizer)  # the one that is in place
+        offloader = optimizer_offload._OFFLOADERS.get(optimizer)
+        if offloader is None:
+            return None
         return {"host": offloader.host_bytes(optimizer), "device": offloader.device_bytes(optimizer)}
 
     def parameter_bytes(self) -> int:
@@ -354,13 +354,8 @@ def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Pat
             tensors |= {"weights": run.weights(), "inferred afterwards": run.infer()}
             found |= {"exported": run.exported(), "parameter_bytes": run.parameter_bytes()}
             found["optimizer_bytes"] = run.optimizer_bytes()
-        # what the worker shares with the rollout adapter is as it was
-        shared = run.worker.model_config
-        found["shared"] = [
-            shared.hf_config._attn_implementation,
-            shared.use_fused_kernels,
-            run.engine.model_config is shared,
-        ]
+        theirs = run.worker.model_config
+        found["shared"] = {"attention": theirs.hf_config._attn_implementation, "fused": theirs.use_fused_kernels}
         if case is COMBINED:
             found["resumed"] = _resume(run, rank, tensors["weights"], folder / "checkpoint")
     error = tensors.get("inferred from logits", {}).get("error")

@@ -39,6 +39,7 @@ def _run(folder, **env) -> harness.Job:
     from pathlib import Path
 
     common = {"VERL_USE_EXTERNAL_MODULES": "tests.verl.stock_cpu", "VERL_PLATFORM": "cpu"}
+    common["VERL_SHARDING_EVENTS"] = "0"
     common["PYTHONPATH"] = str(Path(__file__).parents[2])
     return harness.run_trainer(folder, _stock_overrides(), env={**common, **env})
 
@@ -60,7 +61,9 @@ def _classes(job: harness.Job) -> list[str]:
 def test_a_stock_run_has_the_same_metrics_with_the_plugin_installed(with_plugin, without_plugin):
     harness.assert_trained(with_plugin, 1)
     harness.assert_trained(without_plugin, 1)
-    assert harness.differences(with_plugin.metrics[1], without_plugin.metrics[1], rel=0.0) == {}
+    assert (
+        harness.differences(with_plugin.metrics[1], without_plugin.metrics[1], rel=1e-6) == {}
+    )  # samples finish in another order, and sums round
 
 
 def test_a_stock_run_has_verls_own_worker_classes(with_plugin, without_plugin):

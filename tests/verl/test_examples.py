@@ -68,7 +68,7 @@ def test_there_is_an_example_for_each_machine_and_algorithm():
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
 def test_an_example_composes_and_passes_its_arguments_on(script, tmp_path):
-    done = _run(script, "--cfg", "job", "trainer.total_epochs=7", cwd=tmp_path)
+    done = _run(script, "trainer.total_epochs=7", "--cfg", "job", cwd=tmp_path)  # argparse wants flags last
     assert done.returncode == 0, done.stderr[-2000:]
     assert "plugin: sharding" in done.stdout
     assert "total_epochs: 7" in done.stdout

@@ -43,10 +43,11 @@ def runs(request):
     return engine_runs.results(request.param)
 
 
-def result(runs, name):
-    if name not in runs:
-        pytest.skip("run on one rank only")
-    return runs[name]
+def each(cases):
+    """A parameter for each case, on one rank and, if it is run there, on two."""
+    pairs = [(num_ranks, case) for num_ranks in (1, 2) for case in cases if num_ranks == 1 or not case.one_rank]
+    ids = [f"{case.name} on {num_ranks}" for num_ranks, case in pairs]
+    return pytest.mark.parametrize(("runs", "case"), pairs, indirect=["runs"], ids=ids)
 
 
 def steps(runs, name, key):
@@ -54,22 +55,22 @@ def steps(runs, name, key):
 
 
 def device_bytes(runs, name):
-    return result(runs, name)["kept"]["device"]
+    return runs[name]["kept"]["device"]
 
 
 # The same training
 
 
-@pytest.mark.parametrize("case", [case for case in COMPARED if case.name in EXACT], ids=lambda case: case.name)
+@each([case for case in COMPARED if case.name in EXACT])
 def test_what_only_recomputes_or_moves_changes_no_bit_of_losses_gradients_weights_and_outputs(case, runs):
-    assert set(result(runs, case.name)["difference"].values()) == {0.0}
+    assert set(runs[case.name]["difference"].values()) == {0.0}
     for key in ("loss", "grad_norm"):
         assert steps(runs, case.name, key) == steps(runs, case.like, key)
 
 
-@pytest.mark.parametrize("case", CLOSE, ids=lambda case: case.name)
+@each(CLOSE)
 def test_what_computes_in_another_order_agrees_to_one_in_a_hundred_thousand(case, runs):
-    assert max(result(runs, case.name)["difference"].values()) < 1e-5
+    assert max(runs[case.name]["difference"].values()) < 1e-5
     for key in ("loss", "grad_norm"):
         assert steps(runs, case.name, key) == pytest.approx(steps(runs, case.like, key), rel=1e-5)
 
@@ -85,9 +86,9 @@ def test_training_moves_the_weights_so_that_equal_weights_mean_something(runs):
     assert all(norm > 0.1 for norm in steps(runs, "none", "grad_norm"))
 
 
-@pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.name)
+@each(COMPARED)
 def test_parameters_keep_their_names_in_checkpoints_and_on_their_way_to_the_rollout(case, runs):
-    found, reference = result(runs, case.name), runs[case.like]
+    found, reference = runs[case.name], runs[case.like]
     assert found["names"] == reference["names"]
     assert found.get("exported") == reference.get("exported")
 
@@ -208,13 +209,12 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_the_log_says_for_each_role_what_was_done_and_why(name, runs):
-    found = result(runs, name)
-    measure, words = SAID[name]
+@each([case for case in CASES if case.name in SAID])
+def test_the_log_says_for_each_role_what_was_done_and_why(case, runs):
+    found = runs[case.name]
+    measure, words = SAID[case.name]
     assert words in found["applied"][measure]
-    role = next(case.role for case in CASES if case.name == name)
-    said = [message for message in found["messages"] if message.startswith(f"memory of {role}: ")]
+    said = [message for message in found["messages"] if message.startswith(f"memory of {case.role}: ")]
     assert len(said) == 1
     assert f"{measure}: {found['applied'][measure]}" in said[0]
 
@@ -231,11 +231,10 @@ def test_recompilations_are_a_metric_of_roles_with_a_policy_and_stay_at_none(run
     assert "layer_recompiles" not in runs["none"]["steps"][0]
 
 
-def test_no_measure_adds_a_warning_of_torch(runs):
-    for case in COMPARED:
-        if case.name in runs:
-            news = set(runs[case.name]["warnings"]) - set(runs[case.like]["warnings"])
-            assert not [text for text in news if "requires_grad" in text or "view" in text], case.name
+@each(COMPARED)
+def test_no_measure_adds_a_warning_of_torch(case, runs):
+    added = set(runs[case.name]["warnings"]) - set(runs[case.like]["warnings"])
+    assert not [text for text in added if "requires_grad" in text or "view tensor" in text]
 
 
 # Batches that read the logits
@@ -257,11 +256,9 @@ def test_fused_refuses_a_batch_that_reads_the_logits_and_names_the_way_out(runs)
 # Neighbours
 
 
-def test_what_a_role_shares_with_others_of_its_process_is_left_as_it_was(runs):
-    for case in CASES:
-        shared = result(runs, case.name)["shared"] if case.name in runs else None
-        if shared is not None and case.measures.attention is not None:
-            assert shared == ["sdpa", bool(case.model.get("use_fused_kernels")), False], case.name
+@each([case for case in CASES if case.measures.attention is not None])
+def test_what_a_role_shares_with_others_of_its_process_is_left_as_it_was(case, runs):
+    assert runs[case.name]["shared"] == {"attention": "sdpa", "fused": bool(case.model.get("use_fused_kernels"))}
 
 
 # Checkpoints

@@ -70,7 +70,8 @@ def run(*, steps: int, device: str, verbose: bool, overrides: Sequence[str]) -> 
         f"verl.trainer.main_ppo on {num_devices} {'logical devices' if device == 'cpu' else 'GPUs'}, {steps} steps"
     )
     render.show(f"all output: {log}")
-    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+    # Set by hand: a process started in the background of a script ignores Ctrl-C until told otherwise.
+    previous = {number: signal.signal(number, _raise_interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     trainer = Run([sys.executable, "-m", "verl.trainer.main_ppo", *lines], env=_environment(), cwd=str(log.parent))
     try:
         observed = _follow(trainer, log.open("w"), steps, started, verbose)
@@ -81,7 +82,8 @@ def run(*, steps: int, device: str, verbose: bool, overrides: Sequence[str]) -> 
         render.show("stopped")
         return 130
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     if code != 0:
         _show_failure(log, code)
         return code if code > 0 else 1

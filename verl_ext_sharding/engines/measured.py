@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class MeasuredEngineMixin:
     engine_config: Any
     module: torch.nn.Module
     rank: int
+    compute_entropy_from_logits: Callable[..., torch.Tensor]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -125,7 +127,7 @@ class MeasuredEngineMixin:
     def _choose_entropy(self) -> None:
         """verl's engine has compiled what it found in the module: for some roles of the process that is not theirs."""
         if self.measures.logits not in (None, "full"):
-            self.compute_entropy_from_logits = logprobs.entropy_from_logits
+            self.compute_entropy_from_logits = partial(logprobs.entropy_from_logits, compiled=self._compiles_logits())
         elif (
             verl_F.entropy_from_logits is ENTROPY.replacement
             and not self.engine_config.entropy_from_logits_with_chunking
@@ -139,9 +141,13 @@ class MeasuredEngineMixin:
             requested, obstacle=lm_head.fused_obstacle(module), needs_logits=None, role=self.role
         )
         if choice.name == "fused":
-            lm_head.apply(module, compiled=bool(self.engine_config.use_torch_compile))
+            lm_head.apply(module, compiled=self._compiles_logits())
             self._set_fused(True)
         self.applied["log-probs"] = f"{choice.name} ({choice.reason})"
+
+    def _compiles_logits(self) -> bool | None:
+        """verl's switch turns compilation off; what it leaves on is for the platform to say."""
+        return None if self.engine_config.use_torch_compile else False
 
     def _set_fused(self, value: bool) -> None:
         self._fused = value
@@ -157,8 +163,10 @@ class MeasuredEngineMixin:
 
     def _logits_path(self, micro_batch: Any) -> LogitsPath | None:
         requested = self.measures.logits
-        if requested is None or requested == "full":
-            return None if requested is None else "full"
+        if requested is None:
+            return None
+        if requested == "full":
+            return LogitsPath(name="full")
         reader = _reads_logits(micro_batch) if self._fused else None
         if reader is not None:
             choice = lm_head.resolve_logits(requested, obstacle=None, needs_logits=reader, role=self.role)
@@ -166,7 +174,7 @@ class MeasuredEngineMixin:
             if not self._warned:
                 logger.warning("log-probs of %s: %s for such batches (%s)", self.role, choice.name, choice.reason)
                 self._warned = True
-        return "chunked"
+        return LogitsPath(name="chunked", compiled=self._compiles_logits())
 
     # Activations
 

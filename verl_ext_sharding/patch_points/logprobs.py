@@ -9,22 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl_ext_sharding.patching import original
 from verl_ext_sharding.patching.spec import PatchSpec
 
-LogitsPath = Literal["chunked", "full"]
+
+@dataclass(kw_only=True, frozen=True)
+class LogitsPath:
+    """How log-probs and entropy come out of logits.
+
+    Args:
+        name: "chunked": tile by tile. "full": the plain formula over all logits at once.
+        compiled: Whether tiles are compiled; None: where the platform compiles them.
+    """
+
+    name: Literal["chunked", "full"]
+    compiled: bool | None = None
+
 
 _path: ContextVar[LogitsPath | None] = ContextVar("logits_path", default=None)
 
 
 @contextmanager
 def logits_path(path: LogitsPath | None) -> Iterator[None]:
-    """Says how log-probs and entropy come out of logits inside the block.
+    """Says which way log-probs and entropy go inside the block.
 
     Args:
-        path: "chunked": tile by tile. "full": the plain formula over all logits at once. None: as verl does.
+        path: The way; None: as verl does.
     """
     token = _path.set(path)
     try:
@@ -40,18 +53,19 @@ def logprobs_from_logits(logits: Any, labels: Any, inplace_backward: bool = True
         return original(LOGPROBS)(logits, labels, inplace_backward)
     from verl_ext_sharding.training import logprobs
 
-    if path == "full":
+    if path.name == "full":
         return logprobs.plain_logprobs(logits, labels)
-    return logprobs.logprobs_from_logits(logits, labels, inplace_backward)
+    return logprobs.logprobs_from_logits(logits, labels, inplace_backward, compiled=path.compiled)
 
 
 def entropy_from_logits(logits: Any) -> Any:
     """As verl's, which is the plain formula; in chunks when a role has said so."""
-    if _path.get() != "chunked":
+    path = _path.get()
+    if path is None or path.name == "full":
         return original(ENTROPY)(logits)
     from verl_ext_sharding.training import logprobs
 
-    return logprobs.entropy_from_logits(logits)
+    return logprobs.entropy_from_logits(logits, compiled=path.compiled)
 
 
 LOGPROBS = PatchSpec(
