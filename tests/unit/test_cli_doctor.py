@@ -80,6 +80,15 @@ def test_a_verl_out_of_range_is_a_problem_with_the_range(capsys, monkeypatch):
     assert "verl 0.10.0 is outside >=0.9,<0.10: pip install 'verl>=0.9,<0.10'" in found
 
 
+def test_only_a_verl_out_of_range_is_remarked_on_in_the_table(capsys, monkeypatch):
+    main.main(["doctor"])
+    assert "supported:" not in capsys.readouterr().out
+    pretend(monkeypatch, verl="0.10.0")
+    main.main(["doctor"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "supported:" in line]
+    assert line.split()[:2] == ["verl", "0.10.0"]
+
+
 def test_a_patch_that_does_not_fit_is_a_problem_and_says_why(capsys, monkeypatch):
     pretend(monkeypatch, verl="0.10.0")
     found = report(capsys, 1)

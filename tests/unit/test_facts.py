@@ -180,7 +180,10 @@ def test_mini_batches_are_those_of_the_roles_that_train(facts):
 
 
 def micro_batches(engines):
-    return {micro.key: (micro.samples, micro.of_step) for engine in engines.values() for micro in engine.micro_batches}
+    return {
+        role: {micro.key: (micro.samples, micro.of_step) for micro in engine.micro_batches}
+        for role, engine in engines.items()
+    }
 
 
 def test_fixed_micro_batches_are_those_that_verl_reads(facts):
@@ -192,9 +195,21 @@ def test_fixed_micro_batches_are_those_that_verl_reads(facts):
         "critic.ppo_micro_batch_size_per_gpu=16",
     ).engines
     assert micro_batches(engines) == {
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": (2, False),
-        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": (4, True),
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": (8, True),
+        "actor": {
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": (2, False),
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": (4, True),
+        },
+        "ref": {"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": (8, True)},
+        "critic": {},
+    }
+
+
+def test_the_critics_micro_batches_are_those_of_its_engine_once_token_budgets_are_off(facts):
+    sizes = ["critic.fsdp.micro_batch_size_per_gpu=2", "critic.fsdp.infer_micro_batch_size_per_gpu=4"]
+    assert micro_batches(facts(*sizes).engines)["critic"] == {}
+    assert micro_batches(facts(*sizes, "critic.fsdp.use_dynamic_bsz=False").engines)["critic"] == {
+        "critic.fsdp.micro_batch_size_per_gpu": (2, False),
+        "critic.fsdp.infer_micro_batch_size_per_gpu": (4, True),
     }
 
 
@@ -205,7 +220,7 @@ def test_token_budgets_have_no_fixed_micro_batches(facts):
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
     ).engines
-    assert micro_batches(engines) == {}
+    assert micro_batches(engines) == {"actor": {}, "ref": {}, "critic": {}}
 
 
 # Modes and servers
@@ -249,11 +264,11 @@ def test_a_replica_that_prefills_and_decodes_apart_counts_both(facts):
         f"{ROLLOUT}.name=sglang",
         f"{ROLLOUT}.tensor_model_parallel_size=2",
         f"{ROLLOUT}.disaggregation.enabled=True",
-        f"{ROLLOUT}.disaggregation.prefill_replicas=2",
+        f"{ROLLOUT}.disaggregation.prefill_replicas=3",
         f"{ROLLOUT}.disaggregation.decode_replicas=1",
         f"{ROLLOUT}.disaggregation.decode_tensor_model_parallel_size=4",
     ).rollout
-    assert server.ranks_per_replica == 2 * 2 + 4
+    assert server.ranks_per_replica == 3 * 2 + 4
 
 
 def test_a_rollout_without_a_name_is_unset_and_not_an_error(facts):

@@ -112,7 +112,7 @@ def test_config_needs_no_more_than_omegaconf_and_hydra(module):
     assert packages(module) <= allowed
 
 
-@pytest.mark.parametrize("module", modules("driver.py", "communication/*.py", "demo/*.py"))
+@pytest.mark.parametrize("module", modules("driver.py", "sft.py", "launchers.py", "communication/*.py", "demo/*.py"))
 def test_what_runs_before_ray_starts_imports_no_torch_ray_or_verl(module):
     assert not packages(module) & HEAVY
 

@@ -354,6 +354,12 @@ def test_a_clause_that_is_not_understood_is_no_range(specifier):
         versions.in_range("1.3.2", specifier)
 
 
+def test_numbers_that_are_left_out_are_zero():
+    assert versions.in_range("1.3", "==1.3.0")
+    assert versions.in_range("1.3.0", "==1.3")
+    assert versions.in_range("1", "==1.0.0")
+
+
 def test_the_tested_releases_are_in_the_supported_range():
     assert all(versions.in_range(release) for release in versions.VERL_TESTED)
 

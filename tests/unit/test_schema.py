@@ -301,6 +301,10 @@ def test_the_keys_that_were_set_are_kept_also_where_they_are_zero_or_false():
     assert CheckpointingConfig().given() == {}
 
 
+def test_checkpointing_of_every_layer_is_every_one():
+    assert ShardingConfig.parse(nested(CHECKPOINTING, {"policy": "every_n", "every": 1})).changed()
+
+
 @pytest.mark.parametrize("budget", [0, 1, 0.25, "4GiB", "512 MiB", "1.5TB", "100B"])
 def test_a_checkpointing_budget_is_a_share_or_bytes(budget):
     ShardingConfig.parse(nested(CHECKPOINTING, {"policy": "budget", "budget": budget}))
