@@ -26,5 +26,5 @@ clean:
 $(STAMP): setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q -e '.[cpu,test]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -e '.[cpu,test]'
 	touch $@

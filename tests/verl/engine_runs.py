@@ -337,7 +337,7 @@ def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Pat
     Returns:
         What JSON can hold.
     """
-    with _Messages() as messages, warnings.catch_warnings(record=True) as warned:
+    with _Messages() as messages, _RowLoops() as loops, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         run = Run(case, rank)
         tensors = {"inferred": run.infer()}
@@ -362,7 +362,7 @@ def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Pat
     if error is not None:
         found["error"] = str(error)
         del tensors["inferred from logits"]
-    found["messages"] = messages.texts
+    found |= {"messages": messages.texts, "row_loops": loops.calls}
     found["warnings"] = sorted({str(warning.message) for warning in warned})
     if case.like is not None:
         found["difference"] = _differences(tensors, made[case.like])
@@ -422,6 +422,25 @@ class _Messages(logging.Handler):
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger("verl_ext_sharding").removeHandler(self)
+
+
+class _RowLoops:
+    """Counts the calls of verl's log-probs that walk logits row by row, inside the block."""
+
+    def __enter__(self) -> _RowLoops:
+        import verl.utils.torch_functional as functional
+
+        self.calls = 0
+        self.module, self.stock = functional, functional.logprobs_from_logits_v2
+        functional.logprobs_from_logits_v2 = self
+        return self
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.stock(*args)
+
+    def __exit__(self, *_: object) -> None:
+        self.module.logprobs_from_logits_v2 = self.stock
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -113,6 +113,7 @@ def test_full_checkpointing_keeps_the_inputs_of_layers_alone(runs):
 def test_every_second_layer_checkpointed_keeps_half_and_the_inputs_of_the_others(runs):
     expected = (of_layers(runs, "none") + of_layers(runs, "full")) / 2
     assert of_layers(runs, "every_2") == pytest.approx(expected, rel=0.03)
+    assert of_layers(runs, "every_2") < 0.6 * of_layers(runs, "none")
 
 
 def test_selective_checkpointing_keeps_less_than_all_and_more_than_inputs(runs):
@@ -176,6 +177,12 @@ def test_log_probs_in_chunks_keep_no_copy_of_the_logits(padding, runs):
 def test_log_probs_fused_into_the_head_keep_no_logits(padding, runs):
     fused, chunked = (f"{padding}logits_{name}" for name in ("fused", "chunked"))
     assert device_bytes(runs, fused) <= device_bytes(runs, chunked) - 0.9 * logits_bytes(runs, fused)
+
+
+@each([case for case in CASES if case.measures.logits is not None])
+def test_no_way_to_log_probs_walks_the_logits_row_by_row(case, runs):
+    assert runs["none"]["row_loops"] > 0
+    assert runs[case.name]["row_loops"] == 0
 
 
 # Bytes of the optimizer

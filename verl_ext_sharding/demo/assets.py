@@ -5,6 +5,7 @@ Real architectures with random weights: everything that runs on them runs on a m
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -12,6 +13,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,9 +120,24 @@ def _write_models(folder: Path, model: TinyModel) -> None:
         policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         critic = AutoModelForTokenClassification.from_config(_with_one_label(config), dtype=torch.float32)
         critic.base_model.load_state_dict(policy.base_model.state_dict())
-    for name, part in (("model", policy), ("critic", critic)):
-        part.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    with _without_progress_bars():
+        for name, part in (("model", policy), ("critic", critic)):
+            part.save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """A bar for a model of 200 kB says nothing."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _with_one_label(config: Any) -> Any:
