@@ -45,7 +45,9 @@ def test_both_ways_out_lead_out(facts):
     cpus = int(re.search(r"num_cpus=(\d+)", remedy)[1])
     assert check_cluster(place({}, facts), facts, node(cpus)) == 3
     count = int(re.search(r"max_colocate_count=(\d+)", remedy)[1])
-    assert check_cluster(place({}, facts, colocate_count=count), facts, node(8)) == count
+    placement = place({}, facts, colocate_count=count)
+    assert check_cluster(placement, facts, node(8)) == count
+    assert placement.managed  # verl's own pools would take three CPUs for each device all the same
 
 
 @pytest.mark.parametrize("cpus", [12, 16])

@@ -89,6 +89,11 @@ def test_one_list_is_enough_to_be_managed(role, job):
     assert place({role: "all"}, job()).managed
 
 
+@pytest.mark.parametrize(("count", "managed"), [(None, False), (3, False), (1, True), (4, True)])
+def test_another_count_of_cpus_than_verls_is_enough_to_be_managed(count, managed, job):
+    assert place({}, job(), colocate_count=count).managed is managed
+
+
 def test_a_pool_is_named_after_its_roles(job):
     placement = place({"actor": [0, 1], "ref": [0, 1], "critic": [2]}, job())
     assert [pool.name for pool in placement.pools] == ["actor_ref_pool", "critic_pool"]

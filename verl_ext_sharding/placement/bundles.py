@@ -36,7 +36,7 @@ class Placement:
     Args:
         topology: The devices of the job.
         pools: Groups of worker processes, trained roles first.
-        managed: False when no role asked for devices: verl then makes its own pool.
+        managed: False when neither devices nor another count of CPUs is asked for: verl then makes its own pool.
         colocate_count: CPUs of each bundle; a worker takes `1 / colocate_count` of the device in Ray's books.
         reserved: `{role: devices}` of pools that verl itself reserves elsewhere in the cluster.
     """
@@ -158,11 +158,12 @@ def place(
     for role in SERVED_ROLES:
         if role in parsed or (role == "reward" and facts.reward is not None and not facts.reward.own_devices):
             pools.append(Pool(name=f"{role}_pool", roles=(role,), devices=parsed.get(role, everything)))
+    count = _colocate_count(pools, colocate_count)
     return Placement(
         topology=topology,
         pools=tuple(pools),
-        managed=bool(asked),
-        colocate_count=_colocate_count(pools, colocate_count),
+        managed=bool(asked) or count != DEFAULT_COLOCATE_COUNT,
+        colocate_count=count,
         reserved=_reserved(parsed, facts),
     )
 

@@ -74,7 +74,9 @@ def assert_same(one, other, rtol: float = 0.0, atol: float = 0.0) -> None:
     torch.testing.assert_close(one[0], other[0], rtol=rtol, atol=atol)
     assert one[1].keys() == other[1].keys()
     for name, grad in one[1].items():
-        torch.testing.assert_close(grad, other[1][name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            grad, other[1][name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def decoder(model: nn.Module) -> list[nn.Module]:
