@@ -10,14 +10,16 @@ import logging
 import os
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from verl_ext_sharding import platforms, rollout, versions
-from verl_ext_sharding.config import spec
-from verl_ext_sharding.config.spec import RunSpec
+from verl_ext_sharding import envs, platforms, rollout, versions
 from verl_ext_sharding.errors import PatchError
 from verl_ext_sharding.patching import install
 from verl_ext_sharding.patching.deferred import when_imported
 from verl_ext_sharding.patching.ledger import forecast, known_specs
+
+if TYPE_CHECKING:
+    from verl_ext_sharding.config.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +30,16 @@ def load() -> None:
     Raises:
         PatchError: A run that asked for the plugin needs a patch that doesn't fit this verl, or verl is out of range.
     """
-    run = spec.current()
     platforms.register()
-    if run is None:
+    if not os.environ.get(envs.SPEC):
         _refuse_several_drivers()
         when_imported("hydra.core.plugins", _register_config)
         install(known_specs(), process="driver")
         return
+    from verl_ext_sharding.config import spec  # not needed by a driver, which loads fast
+
+    run = spec.current()
+    assert run is not None
     _require_supported_verl()
     logging.getLogger("verl_ext_sharding").setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
     when_imported(rollout.BASE_MODULE, rollout.register_adapter)

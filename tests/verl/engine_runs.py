@@ -38,7 +38,6 @@ NEEDED = ("trainer.plugin", "sharding.roles.*.logits", "critic.model.override_co
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 MODEL = {"enable_gradient_checkpointing": False, "override_config": {"attn_implementation": "sdpa"}}
 ENGINE = {"strategy": "fsdp2", "use_dynamic_bsz": False, "use_torch_compile": False, "mixed_precision": FP32}
-NO_TENSOR_GRADS = "None of the inputs have requires_grad"
 
 
 @functools.cache
@@ -352,17 +351,20 @@ def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Pat
                 found["steps"].append(run.train(index))
                 run.worker.to("cpu")
             tensors |= {"weights": run.weights(), "inferred afterwards": run.infer()}
+            if case.model.get("lora_rank"):  # the reference of a run with LoRA
+                tensors["inferred without adapter"] = run.infer(no_lora_adapter=True)
             found |= {"exported": run.exported(), "parameter_bytes": run.parameter_bytes()}
             found["optimizer_bytes"] = run.optimizer_bytes()
         theirs = run.worker.model_config
         found["shared"] = {"attention": theirs.hf_config._attn_implementation, "fused": theirs.use_fused_kernels}
+        found["row_loops"] = loops.calls
         if case is COMBINED:
             found["resumed"] = _resume(run, rank, tensors["weights"], folder / "checkpoint")
     error = tensors.get("inferred from logits", {}).get("error")
     if error is not None:
         found["error"] = str(error)
         del tensors["inferred from logits"]
-    found |= {"messages": messages.texts, "row_loops": loops.calls}
+    found["messages"] = messages.texts
     found["warnings"] = sorted({str(warning.message) for warning in warned})
     if case.like is not None:
         found["difference"] = _differences(tensors, made[case.like])

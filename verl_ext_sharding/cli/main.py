@@ -13,7 +13,12 @@ from verl_ext_sharding.versions import __version__
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; errors of ours are printed without a traceback."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    flags = [word for word in rest if word.startswith("-")]
+    if flags or (rest and not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(flags or rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]  # argparse takes overrides on one side of a flag only
     try:
         return int(options.run(options))
     except ShardingError as error:

@@ -18,6 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+_FORMAT = 1
+"""Raised when the same shape is built into other files."""
+
 _REWARD = '''"""Rule reward of the demo: letters and digits are worth something, the right sum more."""
 
 
@@ -73,19 +76,20 @@ def build(model: TinyModel | None = None, root: Path | None = None) -> Assets:
         root: Folder to build in; None: the cache folder.
     """
     model = model or TinyModel()
-    name = hashlib.sha256(json.dumps(asdict(model), sort_keys=True).encode()).hexdigest()[:10]
-    home = (root or cache_root()) / f"{model.architecture}-{name}"
+    content = json.dumps([_FORMAT, asdict(model), _REWARD, _CHAT_TEMPLATE], sort_keys=True)
+    home = (root or cache_root()) / f"{model.architecture}-{hashlib.sha256(content.encode()).hexdigest()[:10]}"
     if not (home / "complete").exists():
         home.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=home.parent, prefix=".building-"))
-        _write_models(building, model)
-        _write_data(building)
-        (building / "reward.py").write_text(_REWARD)
-        (building / "complete").touch()
         try:
-            building.rename(home)
-        except OSError:  # another process was faster
-            shutil.rmtree(building)
+            _write_models(building, model)
+            _write_data(building)
+            (building / "reward.py").write_text(_REWARD)
+            (building / "complete").touch()
+            with contextlib.suppress(OSError):  # another process was faster
+                building.rename(home)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
     return Assets(
         model=home / "model",
         critic=home / "critic",
