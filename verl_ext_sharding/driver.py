@@ -22,6 +22,7 @@ from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
 from verl_ext_sharding.config.facts import job_facts
 from verl_ext_sharding.config.measures import RoleMeasures, measures_of
+from verl_ext_sharding.config.offload import offload_notes
 from verl_ext_sharding.config.recipe_keys import check_recipe_keys
 from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
@@ -109,12 +110,14 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
     checks.check_job(placement, facts)
     _check_token_budgets(config, facts, placement)
     _check_hf_rollout(config)
+    table = placement_table(placement, facts)
+    notes = offload_notes(request, facts, values_of(config), explicit)
     plan = Plan(
         request=request,
         facts=facts,
         placement=placement,
         changes=tuple(applied),
-        table=placement_table(placement, facts),
+        table=replace(table, notes=(*table.notes, *notes)),
         critic_attention=OmegaConf.select(config, CRITIC_ATTENTION, default=None) is not None,
     )
     _prepared = config, plan
@@ -250,7 +253,7 @@ def needed_keys(plan: Plan, placement: Placement) -> tuple[str, ...]:
     if placement.managed:
         needed.append("sharding.roles.*.devices")
     measures = measures_of(plan.request)
-    if any(m.logits in ("auto", "chunked") for m in measures.values()):
+    if any(m.logits is not None for m in measures.values()):
         needed.append(LOGITS)
     if plan.critic_attention or measures.get("critic", RoleMeasures()).attention is not None:
         needed.append(CRITIC_ATTENTION)

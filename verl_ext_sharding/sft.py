@@ -89,7 +89,7 @@ def prepare(
 def _spec(request: ShardingConfig, ranks: Ranks) -> RunSpec:
     """The spec that engines and patches read; its one role is on every device of the job."""
     roles = measures.measures_of(request)
-    chunks = any(role.logits in ("auto", "chunked") for role in roles.values())
+    chunks = any(role.logits is not None for role in roles.values())
     topology = Topology(
         num_nodes=-(-ranks.world_size // ranks.local_world_size), devices_per_node=ranks.local_world_size
     )
