@@ -9,5 +9,5 @@ def register() -> None:
 
     if get_platform().device_name == "cpu":
         from verl_ext_sharding.engines import cpu  # noqa: F401
-    elif get_platform().device_name == "cuda":
-        from verl_ext_sharding.engines import cuda  # noqa: F401
+    else:
+        from verl_ext_sharding.engines import accelerator  # noqa: F401
