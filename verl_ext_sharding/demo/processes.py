@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import psutil
@@ -24,17 +25,18 @@ class Run:
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        self._child = subprocess.Popen(
-            command,
-            env=dict(env),
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            bufsize=1,
-            start_new_session=True,  # Ctrl-C reaches us alone; we pass it on
-        )
+        with _interruptible():
+            self._child = subprocess.Popen(
+                command,
+                env=dict(env),
+                cwd=cwd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                bufsize=1,
+                start_new_session=True,  # Ctrl-C reaches us alone; we pass it on
+            )
 
     def lines(self) -> Iterator[str]:
         """Output of the run, as it comes."""
@@ -74,3 +76,17 @@ class Run:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._child.pid, number)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A process that a script started in the background ignores SIGINT, and so would its children."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if not ignored or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
