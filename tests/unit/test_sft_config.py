@@ -98,10 +98,15 @@ def test_what_verl_has_no_key_for_travels_in_the_spec_as_a_measure_of_the_actor(
     assert RunSpec.from_json(plan.spec.to_json()) == plan.spec
 
 
-@pytest.mark.parametrize(("logits", "needed"), [("auto", True), ("chunked", True), ("full", False), ("fused", False)])
-def test_the_patch_of_log_probs_is_needed_only_where_they_come_in_chunks(prepare, logits, needed):
+@pytest.mark.parametrize("logits", ["auto", "chunked", "full", "fused"])
+def test_the_patch_of_log_probs_is_needed_wherever_they_are_asked_for(prepare, logits):
     plan, _ = prepare(f"{ACTOR}.logits={logits}")
-    assert ("sharding.roles.*.logits" in plan.spec.needed) is needed
+    assert "sharding.roles.*.logits" in plan.spec.needed
+
+
+def test_log_probs_that_nobody_asked_for_stay_verls_own(prepare):
+    plan, _ = prepare()
+    assert "sharding.roles.*.logits" not in plan.spec.needed
 
 
 def test_the_spec_has_one_role_on_every_process_of_the_launcher(prepare):
