@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.verl import harness
-from tests.verl.conftest import STEPS
+from tests.verl.conftest import STEPS, placed
 
 pytestmark = pytest.mark.verl
 
@@ -76,3 +76,10 @@ def test_a_run_resumed_from_a_checkpoint_goes_on_with_the_same_numbers(grpo, grp
     harness.assert_trained(grpo_resumed, 1)
     assert set(grpo_resumed.metrics) == {STEPS}
     assert harness.differences(grpo.metrics[STEPS], grpo_resumed.metrics[STEPS]) == {}
+
+
+def test_the_colocated_async_trainer_places_its_roles_too(tmp_path):
+    lines = harness.base_overrides(2) + placed(actor=[0, 1], critic=[2], ref=[3])
+    job = harness.run_trainer(tmp_path, [*lines, "trainer.v1.trainer_mode=colocate_async"])
+    harness.assert_trained(job, 2)
+    assert job.placement == {"actor": [0, 1], "rollout": [0, 1], "critic": [2], "ref": [3]}
