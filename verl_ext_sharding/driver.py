@@ -107,11 +107,12 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
     applied += apply_changes(config, translate(request, facts, placement, values_of(config), explicit), explicit)
     applied += apply_changes(config, rollout_changes(config), explicit)
     facts = job_facts(config)
+    values = values_of(config)
     checks.check_job(placement, facts)
-    _check_token_budgets(config, facts, placement)
+    _check_token_budgets(values, facts, placement)
     _check_hf_rollout(config)
     table = placement_table(placement, facts)
-    notes = offload_notes(request, facts, values_of(config), explicit)
+    notes = offload_notes(request, facts, values, explicit)
     plan = Plan(
         request=request,
         facts=facts,
@@ -134,19 +135,23 @@ CRITIC_ATTENTION = "critic.model.override_config.attn_implementation"
 _ROLES = ("actor", "rollout", "ref", "critic", "reward", "teacher")
 
 
-def _check_token_budgets(config: DictConfig, facts: JobFacts, placement: Placement) -> None:
-    values = values_of(config)
+def _check_token_budgets(values: Mapping[str, Any], facts: JobFacts, placement: Placement) -> None:
     ranks = {role: len(placement.devices_of(role)) for role in facts.engines}
     budgets = token_budgets(values, list(facts.engines), num_ranks=ranks)
     check_token_budgets(budgets, longest_sequence(values))
 
 
+def _uses_hf(config: DictConfig) -> bool:
+    name = OmegaConf.select(config, "actor_rollout_ref.rollout.name", throw_on_missing=False)
+    return bool(name == rollout.NAME)
+
+
 def _check_hf_rollout(config: DictConfig) -> None:
-    block = config.actor_rollout_ref
-    if OmegaConf.select(block, "rollout.name", throw_on_missing=False) != rollout.NAME:
+    if not _uses_hf(config):
         return
     from verl_ext_sharding.rollout.checks import check_rollout
 
+    block = config.actor_rollout_ref
     nested = {name: OmegaConf.to_container(block[name], resolve=True) for name in ("rollout", "model")}
     for error in check_rollout(nested["rollout"], nested["model"]):
         raise error
@@ -154,7 +159,7 @@ def _check_hf_rollout(config: DictConfig) -> None:
 
 def rollout_changes(config: DictConfig) -> list[KeyChange]:
     """What `rollout.name=hf` needs of verl: an agent loop that gives each request its seed."""
-    if OmegaConf.select(config, "actor_rollout_ref.rollout.name", throw_on_missing=False) != rollout.NAME:
+    if not _uses_hf(config):
         return []
     key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
     if OmegaConf.select(config, key, default=None):
@@ -233,9 +238,10 @@ class TaskRunnerGate:
         env_vars |= hygiene.as_env(settings)
         os.environ.update(hygiene.as_env(settings))
         events.emit("communication", processes={"driver": {name: os.environ.get(name) for name in hygiene.NAMES}})
-        runtime_env = dict(self._options.pop("runtime_env", {}))
+        runtime_env = dict(self._options.get("runtime_env", {}))
         runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **env_vars}
-        return self._task_runner_class.options(**self._options, runtime_env=runtime_env).remote(*args, **kwargs)
+        options = {**self._options, "runtime_env": runtime_env}
+        return self._task_runner_class.options(**options).remote(*args, **kwargs)
 
     def _fit_transfer_queue(self, nodes: Sequence[checks.NodeResources], bundle_cpus: int) -> None:
         """TransferQueue holds a CPU for each storage unit, before verl reserves devices; too many would hang it."""

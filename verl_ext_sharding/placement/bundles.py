@@ -211,11 +211,8 @@ def _colocate_count(pools: list[Pool], asked: int | None) -> int:
 
 
 def _reserved(parsed: Mapping[str, Any], facts: JobFacts) -> dict[str, int]:
-    servers = {"rollout": facts.rollout, "reward": facts.reward, "teacher": facts.teacher}
     return {
-        role: server.own_devices
-        for role, server in servers.items()
-        if server is not None and server.own_devices and role not in parsed
+        role: server.own_devices for role, server in facts.servers.items() if server.own_devices and role not in parsed
     }
 
 

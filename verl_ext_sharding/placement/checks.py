@@ -136,14 +136,9 @@ def check_servers(placement: Placement, facts: JobFacts) -> None:
         "reward": "reward.reward_model.rollout.tensor_model_parallel_size",
         "teacher": "distillation.teacher_models.<name>.inference.tensor_model_parallel_size",
     }
-    servers = {
-        "rollout": facts.rollout if facts.hybrid_rollout else None,
-        "reward": facts.reward,
-        "teacher": facts.teacher,
-    }
-    for role, server in servers.items():
+    for role, server in facts.servers.items():
         devices = placement.devices_of(role)
-        if server is None or not devices:
+        if not devices or (role == "rollout" and not facts.hybrid_rollout):
             continue
         per_node = [len(numbers) for numbers in placement.per_node(devices)]
         size = server.ranks_per_replica

@@ -95,3 +95,9 @@ class JobFacts:
     rollout_n: int = 1
     parameter_sync_step: int = 1
     transfer_queue_units: int = 0
+
+    @property
+    def servers(self) -> dict[str, ServerFacts]:
+        """The groups of inference servers that the job has, by role."""
+        found = {"rollout": self.rollout, "reward": self.reward, "teacher": self.teacher}
+        return {role: server for role, server in found.items() if server is not None}

@@ -91,8 +91,7 @@ def _worker_class(role: str, facts: JobFacts) -> str:
 def _engine(role: str, facts: JobFacts) -> str:
     if role in facts.engines:
         return facts.engines[role].strategy
-    servers = {"rollout": facts.rollout, "reward": facts.reward, "teacher": facts.teacher}
-    server = servers.get(role)
+    server = facts.servers.get(role)
     return server.name if server else "n/a"
 
 
@@ -100,8 +99,7 @@ def _ranks(role: str, count: int, facts: JobFacts) -> str:
     if role in facts.engines:
         parallel = facts.engines[role].model_parallel_size
         return f"{count // parallel} dp" + (f" x {parallel} mp" if parallel > 1 else "")
-    servers = {"rollout": facts.rollout, "reward": facts.reward, "teacher": facts.teacher}
-    server = servers.get(role)
+    server = facts.servers.get(role)
     size = server.ranks_per_replica if server else 1
     replicas = count // size
     return f"{replicas} server{'s' if replicas != 1 else ''} x {size}"
