@@ -89,6 +89,7 @@ def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Names
         "actor_rollout_ref.rollout.enforce_eager=True",
         "actor_rollout_ref.rollout.agent.num_workers=1",
         "reward.num_workers=1",
+        "+ray_kwargs.ray_init.include_dashboard=False",  # its start can take a minute, and nothing here reads it
         f"reward.custom_reward_function.path={files.reward}",
         f"actor_rollout_ref.rollout.name={'hf' if layout == 'hf' or not util.find_spec('vllm') else 'vllm'}",
     ]
