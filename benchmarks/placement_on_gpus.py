@@ -2,6 +2,7 @@
 
     python benchmarks/placement_on_gpus.py                      # every layout that fits the GPUs there are
     python benchmarks/placement_on_gpus.py --layouts split,hf --model 1.5B --steps 3
+    python benchmarks/placement_on_gpus.py --layouts stock,measures --pin    # each on a GPU of its own, at once
 
 A random Qwen2 of a real shape (nothing is downloaded), a rule reward, one job after the other (`--parallel`: all at
 once, which only makes sense where every layout is to be seen working, not timed). One table last.
@@ -43,20 +44,44 @@ SHAPES = {
     },
 }
 
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, list[int]]] = {
     "colocated": {},
     "split": {"actor": [0], "critic": [1], "ref": [1]},
     "overlap": {"actor": [0, 1], "critic": [1], "ref": [0]},
+    "spread": {"actor": [0, 1], "critic": [0, 1], "ref": [1]},
     "one": {"actor": [0], "critic": [0], "ref": [0]},
     "hf": {"actor": [0], "critic": [0], "ref": [0]},
+    "stock": {},
+    "measures": {},
 }
+EXTRA = {
+    "spread": ["sharding.roles.actor.layout=device_map", "sharding.roles.critic.layout=device_map"],
+    "measures": [
+        f"sharding.roles.{role}.{line}"
+        for role, lines in {
+            "actor": (
+                "attn_implementation=auto",
+                "logits=auto",
+                "gradient_checkpointing=auto",
+                "offload.optimizer=step",
+            ),
+            "ref": ("attn_implementation=auto", "logits=auto"),
+            "critic": ("attn_implementation=auto", "gradient_checkpointing=auto", "offload.optimizer=step"),
+        }.items()
+        for line in lines
+    ],
+}
+"""`spread`: the layers of actor and critic over both GPUs. `stock`: verl without the plugin, on one GPU. `measures`: the same
+with memory measures for each role."""
+ON_ONE_GPU = ("stock", "measures")
 PHASES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights")
 
 
 def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Namespace) -> list[str]:
     """verl's overrides for one layout."""
+    plugin = [] if layout == "stock" else ["trainer.plugin=sharding"]
     lines = [
-        "trainer.plugin=sharding",
+        *plugin,
         "trainer.nnodes=1",
         f"trainer.n_gpus_per_node={gpus}",
         f"trainer.total_training_steps={args.steps}",
@@ -95,7 +120,9 @@ def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Names
     ]
     if util.find_spec("flash_attn") is None:
         for model in ("actor_rollout_ref.model", "critic.model"):
-            lines += [f"+{model}.override_config.attn_implementation=sdpa", f"{model}.use_remove_padding=False"]
+            packed = layout == "measures"  # varlen needs no flash-attn
+            lines += [f"+{model}.override_config.attn_implementation=sdpa", f"{model}.use_remove_padding={packed}"]
+    lines += EXTRA.get(layout, [])
     lines += [f"sharding.roles.{role}.devices={devices}".replace(" ", "") for role, devices in LAYOUTS[layout].items()]
     return lines + args.overrides
 
@@ -103,7 +130,7 @@ def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Names
 class Run:
     """One job in a process of its own."""
 
-    def __init__(self, layout: str, folder: Path, lines: list[str]) -> None:
+    def __init__(self, layout: str, folder: Path, lines: list[str], gpu: int | None) -> None:
         self.layout, self.log = layout, folder / "output.log"
         self.metrics = folder / "metrics.jsonl"
         env = {
@@ -112,7 +139,10 @@ class Run:
             "RAY_DEDUP_LOGS": "0",
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
             "HF_HUB_OFFLINE": "1",
+            "RAY_ADDRESS": "local",
         }
+        if gpu is not None:
+            env["CUDA_VISIBLE_DEVICES"] = str(gpu)
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
@@ -196,6 +226,7 @@ def main() -> int:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.2)
     parser.add_argument("--timeout-s", type=float, default=400)
     parser.add_argument("--parallel", action="store_true")
+    parser.add_argument("--pin", action="store_true", help="each job on a GPU of its own, all at once")
     parser.add_argument("--keep", type=Path, help="folder for the logs")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
@@ -206,21 +237,24 @@ def main() -> int:
     root = args.keep or Path(tempfile.mkdtemp())
     rows = []
     runs = []
-    for layout in layouts:
+    for index, layout in enumerate(layouts):
         folder = root / layout
         folder.mkdir(parents=True, exist_ok=True)
-        runs.append(_start(layout, folder, files, gpus, args))
-        if not args.parallel:
+        pinned = index % gpus if args.pin else None
+        runs.append(_start(layout, folder, files, 1 if layout in ON_ONE_GPU else gpus, pinned, args))
+        if not (args.parallel or args.pin):
             rows.append(_finish(runs.pop(), args.timeout_s))
     rows += [_finish(run, args.timeout_s) for run in runs]
     _print(rows, args, gpus)
     return int(any(row["exit"] != "0" for row in rows))
 
 
-def _start(layout: str, folder: Path, files: assets.Assets, gpus: int, args: argparse.Namespace) -> tuple:
+def _start(
+    layout: str, folder: Path, files: assets.Assets, gpus: int, pinned: int | None, args: argparse.Namespace
+) -> tuple:
     memory = PeakMemory()
     memory.start()
-    return Run(layout, folder, overrides(layout, files, gpus, args)), memory
+    return Run(layout, folder, overrides(layout, files, gpus, args), pinned), memory
 
 
 def _finish(run: tuple, timeout_s: float) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -11,11 +11,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl_ext_sharding import envs
 from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.config import spec
+from verl_ext_sharding.config.dtypes import Capability, DtypeUse, check_dtypes, device_capabilities
 from verl_ext_sharding.config.schema import CommunicationConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.errors import ClusterError, ConfigError
 from verl_ext_sharding.patching import ledger
 from verl_ext_sharding.placement.checks import NodeResources
+from verl_ext_sharding.workers.probe import compute_capabilities
 
 ANSWER_TIMEOUT_S = 120.0
 
@@ -33,22 +35,27 @@ def free_resources() -> list[NodeResources]:
 
 
 def inspect_nodes(
-    run: RunSpec, env_vars: Mapping[str, str], communication: CommunicationConfig, exports: Mapping[str, str]
+    run: RunSpec,
+    env_vars: Mapping[str, str],
+    communication: CommunicationConfig,
+    exports: Mapping[str, str],
+    dtypes: Sequence[DtypeUse] = (),
 ) -> list[hygiene.Setting]:
-    """Asks one process on each node: does it run the driver's code, and how can it communicate?
+    """Asks one process on each node: does it run the driver's code, how can it communicate, what can its cards compute?
 
     Args:
         run: The run's spec, which each node must have been given.
         env_vars: Environment of the run's processes.
         communication: The `sharding.communication` block.
         exports: Communication variables that the user exported where the driver runs.
+        dtypes: What the roles compute in.
 
     Returns:
         One setting for each communication variable, which all nodes can live with.
 
     Raises:
         ClusterError: A node differs from the driver, or could not answer in time.
-        ConfigError: The user asks for what a node has not.
+        ConfigError: The user asks for what a node has not, or for a dtype that a role's device can't compute in.
     """
     nodes = _alive()
     answers = [
@@ -65,14 +72,27 @@ def inspect_nodes(
     except ray.exceptions.RayTaskError as error:
         raise _broken_node(error) from error
     expected = {**ledger.parity(), "spec": run.digest()}
-    for node, (report, _) in zip(nodes, found, strict=True):
+    for node, (report, _, _) in zip(nodes, found, strict=True):
         different = {
             key: (expected[key], report.get(key, ledger.ABSENT)) for key in expected if report.get(key) != expected[key]
         }
         if different:
             raise _other_code(node["NodeManagerAddress"], different)
     names = [f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}" for node in nodes]
-    return hygiene.merge(dict(zip(names, (settings for _, settings in found), strict=True)))
+    _check_dtypes(run, dtypes, dict(zip(names, (cards for _, _, cards in found), strict=True)))
+    return hygiene.merge(dict(zip(names, (settings for _, settings, _ in found), strict=True)))
+
+
+def _check_dtypes(run: RunSpec, dtypes: Sequence[DtypeUse], cards: Mapping[str, Sequence[Capability]]) -> None:
+    placement = run.placement
+    topology = placement.topology
+    nodes = sorted(name for name, found in cards.items() if found)
+    capabilities = device_capabilities(
+        [cards[name] for name in nodes], num_nodes=topology.num_nodes, devices_per_node=topology.devices_per_node
+    )
+    known = len(nodes) == topology.num_nodes
+    names = {device: nodes[topology.node_of(device)] for device in capabilities} if known else {}
+    check_dtypes(dtypes, placement.devices_of, capabilities, names)
 
 
 def _alive() -> list[dict[str, Any]]:
@@ -82,10 +102,11 @@ def _alive() -> list[dict[str, Any]]:
 @ray.remote(num_cpus=0, max_retries=1)  # type: ignore[untyped-decorator, unused-ignore]
 def _answer(
     communication: CommunicationConfig, exports: dict[str, str]
-) -> tuple[dict[str, str], list[hygiene.Setting]]:
+) -> tuple[dict[str, str], list[hygiene.Setting], list[Capability]]:
     run = spec.current()
     digest = run.digest() if run is not None and not envs.disabled() else "not loaded"
-    return {**ledger.parity(), "spec": digest}, hygiene.decide_here(communication, exports)
+    settings = hygiene.decide_here(communication, exports)
+    return {**ledger.parity(), "spec": digest}, settings, compute_capabilities()
 
 
 def _other_code(node: str, different: Mapping[str, tuple[str, str]]) -> ClusterError:

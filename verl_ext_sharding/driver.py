@@ -15,15 +15,19 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext_sharding import envs, launchers, rollout
+from verl_ext_sharding import envs, launchers, layer_plans, reward_plans, rollout
 from verl_ext_sharding.cli import render
 from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
+from verl_ext_sharding.config.dtypes import dtype_uses, float16_notes
 from verl_ext_sharding.config.facts import job_facts
-from verl_ext_sharding.config.measures import RoleMeasures, measures_of
+from verl_ext_sharding.config.guards import Guards
+from verl_ext_sharding.config.measures import ENGINE_ROLES, RoleMeasures, measures_of
 from verl_ext_sharding.config.offload import offload_notes
 from verl_ext_sharding.config.recipe_keys import check_recipe_keys
+from verl_ext_sharding.config.reward import RewardServerSettings
+from verl_ext_sharding.config.reward_limits import ENABLE, is_discriminative
 from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.config.token_budget import check_token_budgets, longest_sequence, token_budgets
@@ -31,7 +35,8 @@ from verl_ext_sharding.config.translate import request_of, translate, values_of
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.monitor import events
 from verl_ext_sharding.placement import checks
-from verl_ext_sharding.placement.bundles import Placement, place
+from verl_ext_sharding.placement.bundles import Layout, Placement, place
+from verl_ext_sharding.placement.device_map import LayerMap
 from verl_ext_sharding.placement.job import JobFacts
 from verl_ext_sharding.placement.table import PlacementTable, placement_table
 
@@ -48,6 +53,11 @@ class Plan:
         placement: Role -> devices.
         changes: verl's keys that were set.
         table: Role, worker class, engine, devices, ranks, node, for people and programs.
+        measures: Memory measures of each role that has any.
+        maps: Where the layers of each role with `layout: device_map` lie.
+        reward: How reward servers of `rollout.name=hf` run.
+        scores_by_model: verl itself asks a reward model for scores.
+        seed: `data.seed`.
         critic_attention: The critic's attention is set by verl's own key, which stock verl ignores.
     """
 
@@ -56,6 +66,11 @@ class Plan:
     placement: Placement
     changes: tuple[KeyChange, ...]
     table: PlacementTable
+    measures: Mapping[str, RoleMeasures]
+    maps: Mapping[str, LayerMap]
+    reward: RewardServerSettings | None = None
+    scores_by_model: bool = False
+    seed: int | None = None
     critic_attention: bool = False
 
 
@@ -98,26 +113,38 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
     placement = place(
         {role: getattr(request.roles, role).devices for role in _ROLES},
         facts,
+        layouts=_layouts(request),
         colocate_count=request.placement.max_colocate_count,
     )
     applied: list[KeyChange] = []
     if cpu.is_cpu(config):
         cpu.check(config, explicit)
         applied += apply_changes(config, cpu.changes(config, facts, placement), explicit)
-    applied += apply_changes(config, translate(request, facts, placement, values_of(config), explicit), explicit)
+    reward_model = reward_plans.hf_config_of(config)
+    changes = translate(request, facts, placement, values_of(config), explicit, reward_model=reward_model)
+    applied += apply_changes(config, changes, explicit)
     applied += apply_changes(config, rollout_changes(config), explicit)
     facts = job_facts(config)
     values = values_of(config)
     checks.check_job(placement, facts)
     _check_token_budgets(values, facts, placement)
     _check_hf_rollout(config)
+    reward = reward_plans.check(config, request, facts)
+    spread, maps = layer_plans.plan_spread(config, request, placement, facts)
     table = placement_table(placement, facts)
     notes = offload_notes(request, facts, values, explicit)
+    notes += float16_notes(values, list(facts.engines))
+    notes += reward_plans.notes(request, facts, values, reward_model)
     plan = Plan(
         request=request,
         facts=facts,
         placement=placement,
         changes=tuple(applied),
+        measures=layer_plans.with_spread(measures_of(request), spread),
+        maps=maps,
+        reward=reward,
+        scores_by_model=is_discriminative(values),
+        seed=OmegaConf.select(config, "data.seed", default=None),
         table=replace(table, notes=(*table.notes, *notes)),
         critic_attention=OmegaConf.select(config, CRITIC_ATTENTION, default=None) is not None,
     )
@@ -132,11 +159,18 @@ LOGITS = "sharding.roles.*.logits"
 
 CRITIC_ATTENTION = "critic.model.override_config.attn_implementation"
 
+
+def _layouts(request: ShardingConfig) -> dict[str, Layout]:
+    """The layout of each trained role that asks for one."""
+    asked = {role: getattr(request.roles, role).layout for role in ENGINE_ROLES}
+    return {role: layout for role, layout in asked.items() if layout is not None}
+
+
 _ROLES = ("actor", "rollout", "ref", "critic", "reward", "teacher")
 
 
 def _check_token_budgets(values: Mapping[str, Any], facts: JobFacts, placement: Placement) -> None:
-    ranks = {role: len(placement.devices_of(role)) for role in facts.engines}
+    ranks = {role: placement.processes_of(role) for role in facts.engines}
     budgets = token_budgets(values, list(facts.engines), num_ranks=ranks)
     check_token_budgets(budgets, longest_sequence(values))
 
@@ -181,6 +215,10 @@ def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: 
         os.environ[envs.VERL_PLATFORM] = "cpu"
     render.show_changes(plan.changes)
     render.show_placement(plan.table)
+    for role, layer_map in plan.maps.items():
+        render.show_layers(
+            role, layer_plans.planned_rows(role, layer_map, lora=plan.facts.ref_in_actor), layer_map.notes
+        )
     events.emit("stage", name="ray")
     return original(config, task_runner_class=TaskRunnerGate(task_runner_class, plan, config))
 
@@ -229,11 +267,19 @@ class TaskRunnerGate:
             hybrid_rollout=self._plan.facts.hybrid_rollout,
             bundle_cpus=bundle_cpus,
             timeout_s=self._plan.request.placement.timeout_s,
-            measures=measures_of(self._plan.request),
+            measures=self._plan.measures,
+            guards=Guards(
+                align_inputs=self._plan.request.guards.align_inputs, token_ids=self._plan.request.guards.token_ids
+            ),
+            reward=self._plan.reward,
+            seed=self._plan.seed,
             needed=needed_keys(self._plan, placement),
         )
         env_vars = {envs.SPEC: spec.to_json(), **envs.forwarded()}
-        settings = cluster.inspect_nodes(spec, env_vars, self._plan.request.communication, hygiene.exported(os.environ))
+        dtypes = dtype_uses(self._plan.request, values_of(self._config), hf_rollout=_uses_hf(self._config))
+        settings = cluster.inspect_nodes(
+            spec, env_vars, self._plan.request.communication, hygiene.exported(os.environ), dtypes
+        )
         render.show_settings(settings)
         env_vars |= hygiene.as_env(settings)
         os.environ.update(hygiene.as_env(settings))
@@ -258,11 +304,13 @@ def needed_keys(plan: Plan, placement: Placement) -> tuple[str, ...]:
     needed = ["trainer.plugin"]
     if placement.managed:
         needed.append("sharding.roles.*.devices")
-    measures = measures_of(plan.request)
+    measures = plan.measures
     if any(m.logits is not None for m in measures.values()):
         needed.append(LOGITS)
     if plan.critic_attention or measures.get("critic", RoleMeasures()).attention is not None:
         needed.append(CRITIC_ATTENTION)
+    if plan.scores_by_model:
+        needed.append(ENABLE)
     return tuple(needed)
 
 
@@ -319,5 +367,5 @@ def view_for_validation(config: DictConfig) -> DictConfig:
     plan = prepare(config)
     view = copy.deepcopy(config)
     view.trainer.nnodes = 1
-    view.trainer.n_gpus_per_node = len(plan.placement.devices_of("actor"))
+    view.trainer.n_gpus_per_node = plan.placement.processes_of("actor")
     return view

@@ -57,6 +57,18 @@ class PatchError(ShardingError, RuntimeError):
     """A patch point doesn't fit the installed verl."""
 
 
+class TokenIdError(ShardingError, ValueError):
+    """A batch holds token ids that a model's embedding has no row for."""
+
+
+class RewardInputError(ShardingError, ValueError):
+    """A sample can't be given to the reward model as it is."""
+
+
+class RewardServerError(ShardingError, RuntimeError):
+    """The reward model's server doesn't answer, or answers with no usable score."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name closest to a misspelt one, or None when none is near."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -40,6 +40,7 @@ def load() -> None:
 
     run = spec.current()
     assert run is not None
+    show_devices()
     _require_supported_verl()
     logging.getLogger("verl_ext_sharding").setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
     when_imported(rollout.BASE_MODULE, rollout.register_adapter)
@@ -60,6 +61,21 @@ def install_for_roles(run: RunSpec) -> None:
     # A patch that no key of this run needs stays out: null leaves verl alone.
     wanted = [patch for patch in known_specs() if patch.needed_by is None or patch.needed_by in run.needed]
     install(wanted, process="worker", needed=run.needed)
+
+
+def show_devices() -> None:
+    """Lets a process that spreads a model see all devices of its role; nothing has counted devices yet.
+
+    Ray shows a process the device of its bundle. Another value in the process's own environment before it starts would
+    change how Ray counts devices there.
+    """
+    promised = os.environ.get(envs.BUNDLE)
+    if promised:
+        from verl_ext_sharding.placement.bundles import Promise
+
+        promise = Promise.from_json(promised)
+        if promise.visible:
+            os.environ[promise.visible_variable] = ",".join(promise.visible)
 
 
 def _refuse_several_drivers() -> None:

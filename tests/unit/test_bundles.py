@@ -263,7 +263,12 @@ def test_node_names_are_read_from_the_topology_and_survive_json(job):
 
 def test_the_json_of_a_placement_is_stable_and_plain(job):
     text = place({"actor": [0], "critic": [1]}, job()).to_json()
-    assert json.loads(text)["pools"][0] == {"name": "actor_ref_pool", "roles": ["actor", "ref"], "devices": [0]}
+    assert json.loads(text)["pools"][0] == {
+        "name": "actor_ref_pool",
+        "roles": ["actor", "ref"],
+        "devices": [0],
+        "layout": "fsdp",
+    }
     assert text == json.dumps(json.loads(text), sort_keys=True)
 
 

@@ -164,7 +164,7 @@ def test_the_megatron_config_is_planned(shown):
         ),
         (["sharding.roles.critic.devices=[4]"], ["sharding.roles.critic.devices", "devices 0 to 3", "device 4"]),
         (["sharding.roles.reward.devices=[1]"], ["sharding.roles.reward.devices", "reward.reward_model.enable=True"]),
-        (["sharding.roles.reward.dtype=float16"], ["sharding.roles.reward.dtype", "nothing acts on this key yet"]),
+        (["sharding.roles.reward.dtype=float16"], ["sharding.roles.reward.dtype", "a job that has a reward model"]),
         (["data.train_batch_size=9"], ["data.train_batch_size", "9 prompts x 1 responses", "data.train_batch_size=12"]),
         (["trainer.use_v1=False"], ["trainer.use_v1", "trainer.use_v1=True"]),
         (["trainer.plugin=shardng"], ["trainer.plugin", "shardng", "trainer.plugin=sharding"]),

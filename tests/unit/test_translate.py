@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from verl_ext_sharding.config.changes import apply_changes
 from verl_ext_sharding.config.facts import job_facts
 from verl_ext_sharding.config.measures import handled_keys
+from verl_ext_sharding.config.reward_keys import acting_keys
 from verl_ext_sharding.config.schema import ShardingConfig
 from verl_ext_sharding.config.translate import request_of, translate, values_of
 from verl_ext_sharding.errors import ConfigError
@@ -202,7 +203,12 @@ def test_a_rollout_server_across_nodes_is_told_how_many_ranks_a_node_has(per_nod
 
 SAMPLES = [True, False, 2, 0.25, "auto", "off", "report", "fsdp", "device_map", "float16", "sdpa", "fused", "full", [1]]
 SAMPLES += ["mask", "error", "cpu", "step", {"policy": "full"}, {"use_reentrant": False}]
-ACT_ELSEWHERE = ("sharding.placement.", "sharding.communication.")
+ACT_ELSEWHERE = (
+    "sharding.placement.",
+    "sharding.communication.",
+    "sharding.guards.align_inputs",
+    "sharding.guards.token_ids",
+)
 ALREADY_SO = {
     "sharding.fit": ["off", False],
     "sharding.roles.actor.layout": ["fsdp"],
@@ -241,6 +247,7 @@ def test_each_key_sets_a_key_of_verl_or_acts_elsewhere_or_is_refused_by_its_name
             assert key in str(refused), sample
             continue
         acts = key.endswith(".devices") or key.startswith(ACT_ELSEWHERE) or sample in ALREADY_SO.get(key, [])
+        acts |= key in acting_keys(request, job_facts(everything), values_of(everything))
         assert acts or key in whys or key in handled_keys(request), f"{key}={sample} was skipped"
 
 
@@ -266,12 +273,55 @@ def test_a_value_that_asks_for_what_happens_anyway_is_accepted(key, everything):
         assert outcome(requested(key, value), everything) == (None, set())
 
 
-@pytest.mark.parametrize("role", ["reward", "teacher"])
-def test_settings_that_only_a_trained_role_has_are_refused_for_servers(role, everything):
-    for setting, value in (("dtype", "bfloat16"), ("layout", "fsdp"), ("micro_batch_size", 2)):
+@pytest.mark.parametrize(
+    ("role", "settings"),
+    [
+        ("teacher", {"dtype": "bfloat16", "layout": "fsdp", "micro_batch_size": 2}),
+        ("reward", {"compute_dtype": "bfloat16", "layout": "fsdp", "gradient_checkpointing": True}),
+    ],
+)
+def test_settings_that_only_a_trained_role_has_are_refused_for_servers(role, settings, everything):
+    for setting, value in settings.items():
         error = refusal(f"sharding.roles.{role}.{setting}", value, everything)
         assert error.subject == f"sharding.roles.{role}.{setting}"
         assert error.remedy == f"remove sharding.roles.{role}.{setting}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "key"),
+    [
+        ("dtype", "float32", "dtype"),
+        ("micro_batch_size", 4, "max_num_seqs"),
+        ("max_tokens", 4096, "max_num_batched_tokens"),
+    ],
+)
+def test_settings_of_the_reward_model_are_keys_of_its_server(setting, value, key, everything):
+    found = new_values(f"sharding.roles.reward.{setting}", value, everything)
+    assert found == {f"reward.reward_model.rollout.{key}": value}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attn_implementation", "sdpa"), ("execution_device", "cuda:0"), ("layout", "device_map")],
+)
+def test_settings_of_our_reward_server_are_refused_for_others(key, value, compose):
+    config = compose("reward.reward_model.enable=True", "reward.reward_model.rollout.name=vllm")
+    error = refusal(f"sharding.roles.reward.{key}", value, config)
+    assert error.subject == f"sharding.roles.reward.{key}"
+    assert "reward.reward_model.rollout.name=hf" in error.remedy
+
+
+def test_a_limit_for_inputs_is_refused_where_the_users_own_function_prepares_them(compose):
+    config = compose("reward.reward_model.enable=True", "reward.custom_reward_function.path=my.py")
+    error = refusal("sharding.guards.reward_length", "error", config)
+    assert error.subject == "sharding.guards.reward_length"
+    assert "custom_reward_function" in error.expected
+
+
+@pytest.mark.parametrize("role", ["actor", "ref", "critic"])
+def test_a_map_without_its_layout_is_refused(role, everything):
+    error = refusal(f"sharding.roles.{role}.device_map", "balanced", everything)
+    assert f"sharding.roles.{role}.layout=device_map" in error.remedy
 
 
 @pytest.mark.parametrize("role", ["ref", "critic"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.config.measures import LayerSpread, RoleMeasures
 
 KEPT_BYTES = "16MiB"
 """A byte budget between what `full` and no checkpointing keep in the layers, see `test_measures`."""
@@ -170,6 +170,47 @@ def _lora() -> list[Case]:
     ]
 
 
+def _spread() -> list[Case]:
+    """One process with the layers on several (logical) devices, against FSDP2 with one rank."""
+    layers = LayerSpread(device_map="auto", devices=(0, 1, 2, 3))
+    full = {"attention": "sdpa", "logits": "chunked", "checkpointing": POLICIES["full"], "offload_activations": True}
+    every = {"optimizer_per_step": True, "checkpointing": POLICIES["share"]}
+    bf16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+    offload = {"param_offload": True, "optimizer_offload": True}
+    explicit = LayerSpread(
+        device_map={"embed": 0, "layers 0-1": 1, "layers 2-3": 0, "norm": 1, "lm_head": 1}, devices=(5, 3)
+    )
+    cases = [
+        Case(name="spread", measures=RoleMeasures(layers=layers), model=PADDED, like="none", reads_logits=True),
+        Case(name="spread_explicit", measures=RoleMeasures(layers=explicit, **every), model=PADDED, like="none"),
+        Case(
+            name="spread_tied", measures=RoleMeasures(layers=layers), like="tied", model=PADDED, model_name="qwen2_tied"
+        ),
+        Case(name="spread_offload", measures=RoleMeasures(layers=layers), model=PADDED, engine=offload, like="none"),
+        Case(name="bf16", model=PADDED, engine=bf16),
+        Case(name="spread_bf16", measures=RoleMeasures(layers=layers), model=PADDED, engine=bf16, like="bf16"),
+        Case(name="spread_lora", measures=RoleMeasures(layers=layers, **full), model=LORA, like="lora", size=LARGE),
+        Case(name="spread_all", measures=replace(ALL, layers=layers), like="large", size=LARGE),
+        Case(
+            name="spread_critic",
+            role="critic",
+            measures=RoleMeasures(layers=layers, checkpointing=POLICIES["full"]),
+            model=PADDED,
+            like="critic",
+            size=LARGE,
+        ),
+        Case(
+            name="spread_ref",
+            role="ref",
+            measures=RoleMeasures(layers=layers),
+            model=PADDED,
+            engine={"forward_only": True},
+            like="ref",
+        ),
+    ]
+    return [replace(case, one_rank=True) for case in cases]
+
+
 def _critic() -> list[Case]:
     measures = RoleMeasures(checkpointing=POLICIES["full"], offload_activations=True, optimizer_per_step=True)
     return [
@@ -222,4 +263,5 @@ CASES = [
     *_lora(),
     *_critic(),
     *_ref(),
+    *_spread(),
 ]

@@ -19,9 +19,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tests.verl.engine_cases import CASES, COMBINED, Case, Size
+from tests.verl.engine_cases import ALL, CASES, COMBINED, Case, Size
 from verl_ext_sharding import envs
-from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.config.measures import LayerSpread, RoleMeasures
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.demo import assets
 from verl_ext_sharding.placement.bundles import place
@@ -272,12 +272,17 @@ class Run:
 
     def parameter_bytes(self) -> int:
         """Bytes of this rank's part of the large parameters that are trained."""
-        local = [p.to_local() for p in self.engine.module.parameters() if p.requires_grad]
+        parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
         return sum(p.numel() * p.element_size() for p in local if p.numel() * p.element_size() >= 1024)
 
     def weights(self) -> dict[str, Any]:
         """Whole parameters by name."""
-        return {name: value.full_tensor().clone() for name, value in self.engine.module.state_dict().items()}
+        state = self.engine.module.state_dict()
+        return {
+            name: value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+            for name, value in state.items()
+        }
 
     def exported(self) -> list[str]:
         """Names under which the rollout gets the weights."""
@@ -378,7 +383,11 @@ def _resume(run: Run, rank: int, weights: dict[str, Any], folder: Path) -> dict[
     reference = run.train(STEPS) | {"weights": run.weights()}
     bare = dataclasses.replace(COMBINED, measures=RoleMeasures(), model={"use_remove_padding": False})
     found: dict[str, Any] = {"config": (folder / "huggingface" / "config.json").read_text()}
-    for name, case in (("measured", COMBINED), ("bare", bare)):
+    resumed = {"measured": COMBINED, "bare": bare}
+    if run.worker.world_size == 1:
+        layers = LayerSpread(devices=(0, 1, 2))
+        resumed["spread"] = dataclasses.replace(COMBINED, measures=dataclasses.replace(ALL, layers=layers))
+    for name, case in resumed.items():
         again = Run(case, rank)
         again.worker.load_checkpoint(str(folder))
         loaded = again.weights()

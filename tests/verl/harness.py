@@ -64,9 +64,19 @@ def base_overrides(steps: int, num_devices: int = 4) -> list[str]:
     return [line for line in lines if not line.startswith("sharding.roles.")]
 
 
-def run_trainer(folder: Path, overrides: list[str], env: dict[str, str] | None = None) -> Job:
-    """Runs `python -m verl.trainer.main_ppo` and waits for it."""
+def run_trainer(
+    folder: Path, overrides: list[str], env: dict[str, str] | None = None, live: Path | None = None
+) -> Job:
+    """Runs `python -m verl.trainer.main_ppo` and waits for it.
+
+    Args:
+        folder: For its logs.
+        overrides: Of verl's config.
+        env: Variables beside the test's own.
+        live: File that gets the output while the run goes on.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    log = live or folder / "output.log"
     metrics = folder / "metrics.jsonl"
     environment = {
         **os.environ,
@@ -80,22 +90,21 @@ def run_trainer(folder: Path, overrides: list[str], env: dict[str, str] | None =
         "VERL_FILE_LOGGER_PATH": str(metrics),
         **(env or {}),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, "trainer.logger=[console,file]"],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=TIMEOUT_S,
-    )
-    (folder / "output.log").write_text(done.stdout)
+    with log.open("w") as stream:
+        done = subprocess.run(
+            [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, "trainer.logger=[console,file]"],
+            cwd=folder,
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
+        )
+    output = log.read_text(errors="replace")
     return Job(
         code=done.returncode,
-        output=done.stdout,
+        output=output,
         metrics=read_metrics(metrics),
-        events=[event for line in done.stdout.splitlines() if (event := events.parse(line))],
+        events=[event for line in output.splitlines() if (event := events.parse(line))],
     )
 
 

@@ -288,3 +288,30 @@ def test_a_saved_config_names_no_attention_that_only_this_package_has(runs):
     config = runs["combined"]["resumed"]["config"]
     assert "sdpa_packed" not in config
     assert '"model_type": "qwen2"' in config
+
+
+# One process with the layers on several devices
+
+
+SPREAD = [case for case in CASES if case.measures.layers is not None]
+
+
+@pytest.mark.parametrize("case", SPREAD, ids=[case.name for case in SPREAD])
+def test_a_role_with_its_layers_spread_computes_and_trains_as_with_fsdp2(case):
+    differences = engine_runs.results(1)[case.name]["difference"]
+    limit = 1e-5 if case.name == "spread_all" else 0.0  # log-probs are summed in another order there
+    assert {kind: value for kind, value in differences.items() if value > limit} == {}
+
+
+def test_a_checkpoint_of_fsdp2_resumes_with_the_layers_spread():
+    resumed = engine_runs.results(1)["combined"]["resumed"]["spread"]
+    assert resumed["loaded"] == 0.0
+    assert math.isclose(resumed["loss"], 0.0, abs_tol=1e-6)
+    assert resumed["weights"] < 1e-5
+    assert resumed["optimizer_bytes"] == engine_runs.results(1)["combined"]["optimizer_bytes"]
+
+
+def test_adapters_of_spread_layers_go_to_the_rollout_under_the_same_names():
+    runs = engine_runs.results(1)
+    assert runs["spread_lora"]["exported"] == runs["lora"]["exported"]
+    assert runs["spread"]["exported"] == runs["none"]["exported"]

@@ -26,17 +26,24 @@ def run(*, overrides: Sequence[str], config_name: str, config_path: str | None, 
     Raises:
         ConfigError: The command can't run as written, or switches the plugin off.
     """
-    from verl_ext_sharding import driver
+    from verl_ext_sharding import driver, layer_plans
 
     config = compose(overrides, config_name, config_path)
     if not driver.asked_for(config):
         raise _switched_off()
     plan = driver.prepare(config, explicit=parse_overrides(overrides))
     if as_json:
-        render.show_json({**plan.table.as_dict(), "changes": [asdict(change) for change in plan.changes]})
+        layers = [layer_map.as_dict() for layer_map in plan.maps.values()]
+        render.show_json(
+            {**plan.table.as_dict(), "layers": layers, "changes": [asdict(change) for change in plan.changes]}
+        )
         return 0
     render.show_changes(plan.changes)
     render.show_placement(plan.table)
+    for role, layer_map in plan.maps.items():
+        render.show_layers(
+            role, layer_plans.planned_rows(role, layer_map, lora=plan.facts.ref_in_actor), layer_map.notes
+        )
     return 0
 
 

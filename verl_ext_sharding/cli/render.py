@@ -13,6 +13,7 @@ from rich.table import Table
 
 from verl_ext_sharding.communication.hygiene import Setting
 from verl_ext_sharding.config.changes import KeyChange
+from verl_ext_sharding.placement.device_map import HOST, LayerRow
 from verl_ext_sharding.placement.devices import format_devices
 from verl_ext_sharding.placement.table import PlacementTable
 
@@ -63,6 +64,28 @@ def show_placement(placement: PlacementTable, title: str = "Roles and devices (p
     show(table(title, ("role", "worker class", "engine", "devices", "ranks", "node", "shares with"), rows))
     for note in placement.notes:
         show(f"  - {note}")
+
+
+def show_layers(role: str, layers: Sequence[LayerRow], notes: Sequence[str] = (), *, loaded: bool = False) -> None:
+    """Prints which device holds which layers of a role, with the bytes of each device."""
+    cells = [(row.modules, _place(row), _size(row.num_bytes), _size(row.training_bytes)) for row in layers]
+    for place in sorted({_place(row) for row in layers}):
+        there = [row for row in layers if _place(row) == place]
+        stored, training = sum(row.num_bytes for row in there), sum(row.training_bytes for row in there)
+        cells.append(("all", place, _size(stored), _size(training)))
+    title = f"Layers of {role} ({'as loaded' if loaded else 'planned'})"
+    show(table(title, ("module", "device", "stored", "with gradients and optimizer"), cells))
+    for note in notes:
+        show(f"  - {note}")
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in GiB, or in MiB where that would round to nothing."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def _place(row: LayerRow) -> str:
+    return "host" if row.place == HOST else str(row.place if row.device is None else row.device)
 
 
 def show_changes(changes: Sequence[KeyChange]) -> None:

@@ -13,6 +13,21 @@ ENGINE_ROLES = ("actor", "ref", "critic")
 
 
 @dataclass(kw_only=True, frozen=True)
+class LayerSpread:
+    """How one process spreads a role's model over its devices (`layout: device_map`).
+
+    Args:
+        device_map: "auto", "balanced", "balanced_low_0", "sequential", or `{module: place}`.
+        devices: Device numbers of the job, in the order of the places.
+        reserved_bytes: What other roles keep on each of these devices while this one runs; empty: nothing.
+    """
+
+    device_map: str | dict[str, Any] = "auto"
+    devices: tuple[int, ...] = ()
+    reserved_bytes: tuple[int, ...] = ()
+
+
+@dataclass(kw_only=True, frozen=True)
 class RoleMeasures:
     """What our engines do for one role. None and False: nothing.
 
@@ -22,6 +37,7 @@ class RoleMeasures:
         checkpointing: `True` for the policy with the best time for its memory, or the keys of `policy_config`.
         offload_activations: Activations live on the host between forward and backward.
         optimizer_per_step: Optimizer states come to the device for the step alone.
+        layers: How the layers are spread over the devices of one process, or None for one device for each process.
     """
 
     attention: str | None = None
@@ -29,10 +45,20 @@ class RoleMeasures:
     checkpointing: bool | dict[str, Any] | None = None
     offload_activations: bool = False
     optimizer_per_step: bool = False
+    layers: LayerSpread | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> RoleMeasures:
+        """The inverse of `to_dict`."""
+        layers = fields["layers"]
+        if layers is not None:
+            numbers = {name: tuple(layers[name]) for name in ("devices", "reserved_bytes")}
+            layers = LayerSpread(**layers | numbers)
+        return cls(**fields | {"layers": layers})
 
 
 def measures_of(request: ShardingConfig) -> dict[str, RoleMeasures]:
@@ -51,7 +77,9 @@ def _role(config: RoleConfig) -> RoleMeasures:
     )
 
 
-def _checkpointing(asked: bool | CheckpointingConfig | None) -> bool | dict[str, Any] | None:
+def _checkpointing(asked: bool | str | CheckpointingConfig | None) -> bool | dict[str, Any] | None:
+    if isinstance(asked, str):
+        return {"policy": asked}
     if asked is None or isinstance(asked, bool):
         return asked or None
     return asked.given() or True
@@ -69,3 +97,6 @@ def handled_keys(request: ShardingConfig) -> Iterator[str]:
             "offload.optimizer": measures.optimizer_per_step,
         }
         yield from (f"{prefix}.{name}" for name, value in names.items() if value)
+    for role in ENGINE_ROLES:
+        if getattr(request.roles, role).layout == "device_map":
+            yield from (f"sharding.roles.{role}.layout", f"sharding.roles.{role}.device_map")

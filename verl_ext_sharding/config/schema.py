@@ -21,6 +21,7 @@ PLUGIN_NAME = "sharding"
 """Value of `trainer.plugin` that switches the plugin on."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+PolicyName = Literal["auto", "full", "every_n", "selective", "budget"]
 DeviceSpec = Union[int, str, list[Any], Mapping[str, Any], None]  # noqa: UP007  (evaluated at run time on 3.10)
 
 _BYTES = re.compile(r"\s*\d+(\.\d+)?\s*([KMGT]i?B|B)\s*", re.IGNORECASE)
@@ -40,7 +41,7 @@ class CheckpointingConfig:
         use_reentrant: Only false: reentrant checkpointing breaks activation offload and frozen inputs.
     """
 
-    policy: Literal["auto", "full", "every_n", "selective", "budget"] | None = None
+    policy: PolicyName | None = None
     every: int | None = None
     keep: list[Any] | str | None = None
     budget: float | str | None = None
@@ -82,7 +83,7 @@ class RoleConfig:
     dtype: Dtype | None = None
     compute_dtype: Dtype | None = None
     attn_implementation: Literal["auto", "flash_attention_2", "varlen", "sdpa", "eager"] | None = None
-    gradient_checkpointing: bool | CheckpointingConfig | None = None
+    gradient_checkpointing: bool | PolicyName | CheckpointingConfig | None = None
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     micro_batch_size: int | None = None
     max_tokens: int | None = None

@@ -7,10 +7,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from verl_ext_sharding import envs
+from verl_ext_sharding.config.guards import Guards
 from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.config.reward import RewardServerSettings
 from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.versions import __version__
 
@@ -25,6 +27,9 @@ class RunSpec:
         bundle_cpus: CPUs reserved with each device.
         timeout_s: How long Ray may take to reserve the devices.
         measures: Memory measures of each role that asks for any.
+        guards: What is checked while the job runs.
+        reward: How reward servers of `rollout.name=hf` run, None without such servers.
+        seed: `data.seed`, for reports of a failing batch.
         needed: Keys of the user's config that this run needs a patch for, see `PatchSpec.needed_by`.
         version: Version of this package in the driver.
     """
@@ -34,6 +39,9 @@ class RunSpec:
     bundle_cpus: int
     timeout_s: float = 120.0
     measures: Mapping[str, RoleMeasures] = field(default_factory=dict)
+    guards: Guards = field(default_factory=Guards)
+    reward: RewardServerSettings | None = None
+    seed: int | None = None
     needed: tuple[str, ...] = ()
     version: str = __version__
 
@@ -46,6 +54,9 @@ class RunSpec:
                 "bundle_cpus": self.bundle_cpus,
                 "timeout_s": self.timeout_s,
                 "measures": {role: measures.to_dict() for role, measures in self.measures.items()},
+                "guards": asdict(self.guards),
+                "reward": self.reward.to_dict() if self.reward is not None else None,
+                "seed": self.seed,
                 "needed": list(self.needed),
                 "version": self.version,
             },
@@ -57,8 +68,12 @@ class RunSpec:
         """The inverse of `to_json`."""
         fields = json.loads(text)
         placement = Placement.from_json(json.dumps(fields.pop("placement")))
-        measures = {role: RoleMeasures(**values) for role, values in fields.pop("measures").items()}
-        return cls(placement=placement, measures=measures, **fields | {"needed": tuple(fields["needed"])})
+        measures = {role: RoleMeasures.from_dict(values) for role, values in fields.pop("measures").items()}
+        guards = Guards(**fields.pop("guards"))
+        fields["needed"] = tuple(fields["needed"])
+        if fields["reward"] is not None:
+            fields["reward"] = RewardServerSettings.from_dict(fields["reward"])
+        return cls(placement=placement, measures=measures, guards=guards, **fields)
 
     def digest(self) -> str:
         """A short hash by which nodes compare what they were given."""

@@ -8,8 +8,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.changes import KeyChange
-from verl_ext_sharding.config.measures import handled_keys
+from verl_ext_sharding.config.measures import ENGINE_ROLES, handled_keys
 from verl_ext_sharding.config.offload import offload_notes
+from verl_ext_sharding.config.reward_keys import acting_keys, reward_changes
 from verl_ext_sharding.config.rollout_limits import KEYS as ROLLOUT_LIMITS
 from verl_ext_sharding.config.rollout_limits import translate_limits
 from verl_ext_sharding.config.schema import RoleConfig, ShardingConfig
@@ -47,8 +48,13 @@ _DYNAMIC = {
     "critic": ("critic.fsdp.use_dynamic_bsz",),
 }
 
-_ACT_ELSEWHERE = ("sharding.placement.", "sharding.communication.")
-"""Blocks that the driver acts on, besides the devices of each role."""
+_ACT_ELSEWHERE = (
+    "sharding.placement.",
+    "sharding.communication.",
+    "sharding.guards.align_inputs",
+    "sharding.guards.token_ids",
+)
+"""Blocks and keys that act beside verl's keys in every job, as do the devices of each role."""
 
 
 def translate(
@@ -57,6 +63,8 @@ def translate(
     placement: Placement,
     current: Mapping[str, Any],
     explicit: Collection[str] = (),
+    *,
+    reward_model: Mapping[str, Any] | None = None,
 ) -> list[KeyChange]:
     """verl's own keys for everything in the request that verl has a key for.
 
@@ -66,6 +74,7 @@ def translate(
         placement: Where its roles run.
         current: verl's resolved values by dotted key, from `values_of`.
         explicit: verl's keys that the user wrote on the command line.
+        reward_model: The reward model's Hugging Face config, where there is one that can be read.
 
     Raises:
         ConfigError: A key of the request has no effect in this version, nothing is skipped silently; or keys contradict
@@ -78,8 +87,10 @@ def translate(
     _check_fused(request, current)
     changes += translate_limits(request.roles.rollout, current, context_length=None, explicit=explicit)
     changes += _servers(placement, facts)
+    changes += reward_changes(request, facts, placement, current, reward_model)
     limits = {f"sharding.roles.rollout.{name}" for name in ROLLOUT_LIMITS}  # they act even where they change nothing
-    refuse_unsupported(request, handled=limits | {change.why for change in changes} | set(handled_keys(request)))
+    handled = limits | {change.why for change in changes} | set(handled_keys(request))
+    refuse_unsupported(request, handled=handled | set(acting_keys(request, facts, current)))
     return changes
 
 
@@ -112,7 +123,8 @@ def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[Key
     if isinstance(config.gradient_checkpointing, bool) and role in _MODEL_BLOCK:
         key = f"{_MODEL_BLOCK[role]}.enable_gradient_checkpointing"
         yield KeyChange(key=key, new=config.gradient_checkpointing, why=f"{prefix}.gradient_checkpointing")
-    if config.offload.params is not None and role != "ref":
+    spread = config.layout == "device_map"
+    if config.offload.params is not None and (role != "ref" or spread):
         yield KeyChange(key=f"{engine}.param_offload", new=config.offload.params, why=f"{prefix}.offload.params")
     if config.offload.optimizer is not None and role != "ref":
         key = f"{engine}.optimizer_offload"
@@ -171,7 +183,7 @@ def _servers(placement: Placement, facts: JobFacts) -> Iterator[KeyChange]:
         if role == "reward":
             apart = not set(pool.devices) & set(placement.devices_of("actor"))
             yield KeyChange(key=f"{block}.enable_resource_pool", new=apart, why=why)
-    on_first_node = len(placement.per_node(placement.devices_of("actor"))[0])
+    on_first_node = len(placement.per_node(placement.devices_of("rollout"))[0])
     if facts.hybrid_rollout and facts.mode != "separate_async" and facts.rollout.ranks_per_replica > on_first_node:
         key = "actor_rollout_ref.rollout.n_gpus_per_node"
         yield KeyChange(key=key, new=on_first_node, why="sharding.roles.actor.devices")
@@ -187,6 +199,10 @@ def refuse_unsupported(request: ShardingConfig, handled: set[str]) -> None:
     Raises:
         ConfigError: Names the first such key.
     """
+    for role in ENGINE_ROLES:
+        asked = getattr(request.roles, role)
+        if asked.device_map != "auto" and asked.layout != "device_map":
+            raise _map_without_layout(role, asked.device_map)
     for key, value in request.changed().items():
         if key in handled or key.endswith(".devices") or key.startswith(_ACT_ELSEWHERE):
             continue
@@ -221,6 +237,16 @@ def _no_backward(prefix: str) -> ConfigError:
         found="at least one of them",
         consequence="the run does not start",
         remedy=f"remove {prefix}.gradient_checkpointing, {prefix}.offload.activations and {prefix}.offload.optimizer",
+    )
+
+
+def _map_without_layout(role: str, device_map: Any) -> ConfigError:
+    return ConfigError(
+        f"sharding.roles.{role}.device_map",
+        expected=f"sharding.roles.{role}.layout=device_map beside it",
+        found=f"{device_map} with the layout fsdp, which shards every layer",
+        consequence="the run does not start, since the map would be skipped",
+        remedy=f"sharding.roles.{role}.layout=device_map, or remove sharding.roles.{role}.device_map",
     )
 
 

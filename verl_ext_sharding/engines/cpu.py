@@ -9,6 +9,8 @@ import torch
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
+from verl_ext_sharding.engines.device_map import DeviceMapEngineMixin
+from verl_ext_sharding.engines.guarded import GuardedEngineMixin
 from verl_ext_sharding.engines.measured import MeasuredEngineMixin
 from verl_ext_sharding.errors import ConfigError
 
@@ -36,13 +38,27 @@ class CpuEngineMixin:
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu"])
-class CpuEngineWithLMHead(MeasuredEngineMixin, CpuEngineMixin, FSDPEngineWithLMHead):
+class CpuEngineWithLMHead(GuardedEngineMixin, MeasuredEngineMixin, CpuEngineMixin, FSDPEngineWithLMHead):
     """Actor and reference on a CPU."""
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cpu"])
-class CpuEngineWithValueHead(MeasuredEngineMixin, CpuEngineMixin, FSDPEngineWithValueHead):
+class CpuEngineWithValueHead(GuardedEngineMixin, MeasuredEngineMixin, CpuEngineMixin, FSDPEngineWithValueHead):
     """Critic on a CPU."""
+
+
+@EngineRegistry.register(model_type="language_model", backend="device_map", device=["cpu"])
+class CpuDeviceMapEngineWithLMHead(DeviceMapEngineMixin, CpuEngineWithLMHead):
+    """Actor and reference on a CPU, layers spread over logical devices."""
+
+
+@EngineRegistry.register(model_type="value_model", backend="device_map", device=["cpu"])
+class CpuDeviceMapEngineWithValueHead(DeviceMapEngineMixin, CpuEngineWithValueHead):
+    """Critic on a CPU, layers spread over logical devices."""
+
+
+CpuEngineWithLMHead.spread_class = CpuDeviceMapEngineWithLMHead
+CpuEngineWithValueHead.spread_class = CpuDeviceMapEngineWithValueHead
 
 
 def _not_fsdp2(strategy: str) -> ConfigError:

@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import verl.utils.torch_functional as verl_F  # noqa: N812
@@ -21,6 +21,8 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext_sharding.config import spec
 from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.engines.checkpoints import HostCheckpointMixin
+from verl_ext_sharding.engines.meta_init import MetaInitMixin
 from verl_ext_sharding.patch_points.logprobs import ENTROPY, LogitsPath, logits_path
 from verl_ext_sharding.patching import original
 from verl_ext_sharding.training import attention, checkpointing, lm_head, logprobs
@@ -31,7 +33,7 @@ from verl_ext_sharding.training.policy_config import parse_policy
 logger = logging.getLogger(__name__)
 
 
-class MeasuredEngineMixin:
+class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin):
     """Added in front of one of verl's FSDP engines.
 
     The order is the one that `training.checkpointing` asks for: attention before the model is built, log-probs before
@@ -44,11 +46,20 @@ class MeasuredEngineMixin:
     rank: int
     compute_entropy_from_logits: Callable[..., torch.Tensor]
 
+    spread_class: ClassVar[type | None] = None
+    """The engine of roles whose layers are spread over the devices of one process."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """verl picks an engine by strategy, and knows no strategy for a role with `layout: device_map`."""
+        spread = cls.spread_class
+        if spread is None or cls is spread or _measures(*_configs(*args, **kwargs)).layers is None:
+            return super().__new__(cls)
+        return super().__new__(spread)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        run = spec.current()
         self.role = _role(self.model_config, self.engine_config)
-        self.measures = run.measures.get(self.role, RoleMeasures()) if run is not None else RoleMeasures()
+        self.measures = _measures(self.model_config, self.engine_config)
         self.applied: dict[str, str] = {}
         """What was done for the role, in words, by measure."""
         self._fused = False
@@ -69,12 +80,17 @@ class MeasuredEngineMixin:
             self.applied["attention"] = f"{choice.name} ({choice.reason})"
         if self.measures.logits is not None:
             self._set_fused(False)  # verl's own patch of the model looks at it while the model is built
-        module: torch.nn.Module = super()._build_module()  # type: ignore[misc]
+        module: torch.nn.Module = super()._build_module()
         if self.measures.logits is not None:
             self._apply_logits(module, self.measures.logits)
         return module
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        self._apply_measures(module)
+        return super()._build_fsdp_module(module)
+
+    def _apply_measures(self, module: torch.nn.Module) -> None:
+        """Checkpointing and activation offload, of a model that is not sharded yet."""
         device_type = get_platform().device_name
         policy = parse_policy(self.measures.checkpointing)
         if policy is not None:
@@ -85,19 +101,18 @@ class MeasuredEngineMixin:
         if recompute is not None:
             because = f" ({recompute.reason})" if recompute.reason else ""
             self.applied["gradient checkpointing"] = f"{recompute.policy.name}, {recompute.effect}{because}"
-        return super()._build_fsdp_module(module)  # type: ignore[misc]
 
     def _build_optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = super()._build_optimizer(module)  # type: ignore[misc]
         # With FSDP2's CPUOffloadPolicy the states are born on the host and the optimizer steps there.
-        if self.measures.optimizer_per_step and not self._uses_fsdp2_cpu_offload_policy:  # type: ignore[attr-defined]
+        if self.measures.optimizer_per_step and not self._uses_fsdp2_cpu_offload_policy:
             OptimizerStateOffload().apply(optimizer)
             self.applied["optimizer states"] = "on the host but for the step"
         return optimizer
 
     def initialize(self) -> None:
         """As verl's; says what was done for the role."""
-        super().initialize()  # type: ignore[misc]
+        super().initialize()
         if self.applied and self.rank == 0:
             words = "; ".join(f"{name}: {how}" for name, how in self.applied.items())
             logger.info("memory of %s: %s", self.role, words)
@@ -199,6 +214,16 @@ class MeasuredEngineMixin:
         if self.measures.checkpointing is not None and self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
             outputs["metrics"]["layer_recompiles"] = [checkpointing.recompiles(self.module)]
         return outputs
+
+
+def _configs(model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    return model_config, engine_config
+
+
+def _measures(model_config: Any, engine_config: Any) -> RoleMeasures:
+    run = spec.current()
+    role = _role(model_config, engine_config)
+    return run.measures.get(role, RoleMeasures()) if run is not None else RoleMeasures()
 
 
 def _role(model_config: Any, engine_config: Any) -> str:

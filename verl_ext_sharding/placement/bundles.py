@@ -10,11 +10,13 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.placement.devices import Topology, format_devices, parse_devices, split_optional
 from verl_ext_sharding.placement.job import SERVED_ROLES, TRAINED_ROLES, JobFacts
+
+Layout = Literal["fsdp", "device_map"]
 
 DEFAULT_COLOCATE_COUNT = 3
 """verl's `ResourcePoolManager.max_colocate_count`: CPUs of a bundle, and so the worker processes that fit on a device."""
@@ -22,11 +24,29 @@ DEFAULT_COLOCATE_COUNT = 3
 
 @dataclass(kw_only=True, frozen=True)
 class Pool:
-    """Worker processes that one or more roles share, one process on each device."""
+    """Worker processes that one or more roles share.
+
+    Args:
+        name: Its name.
+        roles: The roles.
+        devices: Device numbers of the job.
+        layout: "fsdp": one process on each device. "device_map": one process that has all of them.
+    """
 
     name: str
     roles: tuple[str, ...]
     devices: tuple[int, ...]
+    layout: Layout = "fsdp"
+
+    @property
+    def num_processes(self) -> int:
+        """Worker processes, and so ranks of each of its roles."""
+        return 1 if self.layout == "device_map" else len(self.devices)
+
+    @property
+    def process_devices(self) -> tuple[int, ...]:
+        """The device whose bundle each process sits in."""
+        return self.devices[: self.num_processes]
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -52,9 +72,19 @@ class Placement:
         return next((pool for pool in self.pools if role in pool.roles), None)
 
     def devices_of(self, role: str) -> tuple[int, ...]:
-        """Device numbers of a role, empty when the job has no such role."""
+        """Device numbers of a role, empty when the job has no such role.
+
+        Rollout generates where the actor's processes are: with `layout=device_map` on the first of the actor's devices.
+        """
         pool = self.pool_of("actor" if role == "rollout" else role)
-        return pool.devices if pool else ()
+        if pool is None:
+            return ()
+        return pool.process_devices if role == "rollout" else pool.devices
+
+    def processes_of(self, role: str) -> int:
+        """Worker processes of a role, 0 when the job has no such role."""
+        pool = self.pool_of("actor" if role == "rollout" else role)
+        return pool.num_processes if pool else 0
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -95,7 +125,7 @@ class Placement:
         pools = fields.pop("pools")
         return cls(
             topology=Topology(**topology | {"node_names": tuple(topology["node_names"])}),
-            pools=tuple(Pool(name=p["name"], roles=tuple(p["roles"]), devices=tuple(p["devices"])) for p in pools),
+            pools=tuple(Pool(**p | {"roles": tuple(p["roles"]), "devices": tuple(p["devices"])}) for p in pools),
             **fields,
         )
 
@@ -108,11 +138,15 @@ class Promise:
         device: Device number of the job.
         node_id: Ray's id of the node.
         accelerator_id: Id of the accelerator on that node, as Ray spells it.
+        visible: Ids of all accelerators that the process sees, in the role's order; empty for that one alone.
+        visible_variable: Environment variable that names them, such as `CUDA_VISIBLE_DEVICES`.
     """
 
     device: int
     node_id: str
     accelerator_id: str
+    visible: tuple[str, ...] = ()
+    visible_variable: str = ""
 
     def to_json(self) -> str:
         """JSON for the worker's environment."""
@@ -121,11 +155,17 @@ class Promise:
     @classmethod
     def from_json(cls, text: str) -> Promise:
         """The inverse of `to_json`."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        return cls(**fields | {"visible": tuple(fields["visible"])})
 
 
 def place(
-    devices: Mapping[str, Any], facts: JobFacts, *, colocate_count: int | None = None, node_names: tuple[str, ...] = ()
+    devices: Mapping[str, Any],
+    facts: JobFacts,
+    *,
+    layouts: Mapping[str, Layout] | None = None,
+    colocate_count: int | None = None,
+    node_names: tuple[str, ...] = (),
 ) -> Placement:
     """Places each role of the job on its devices.
 
@@ -134,11 +174,13 @@ def place(
     Args:
         devices: `{role: device list as written, or None}`.
         facts: The job.
+        layouts: `{role: layout}` of trained roles whose layout is not "fsdp".
         colocate_count: `sharding.placement.max_colocate_count`.
         node_names: Addresses in verl's order, when known.
 
     Raises:
-        PlacementError: A list is unreadable, names a device that doesn't exist, or belongs to a role that the job has not.
+        PlacementError: A list is unreadable, names a device that doesn't exist, or belongs to a role that the job has not,
+            or the devices of one process lie on several nodes.
     """
     topology = Topology(num_nodes=facts.num_nodes, devices_per_node=facts.devices_per_node, node_names=node_names)
     asked = dict(_asked(devices, facts))
@@ -154,7 +196,12 @@ def place(
         chosen["ref"] = parsed.get("ref", actor)
     if "critic" in facts.engines:
         chosen["critic"] = parsed.get("critic", everything)
-    pools = _group(chosen)
+    layouts = dict(layouts or {})
+    if "ref" in chosen and chosen["ref"] == actor and "ref" not in parsed:
+        layouts.setdefault("ref", layouts.get("actor", "fsdp"))  # verl evaluates it in the actor's process
+    pools = _group(chosen, layouts)
+    for pool in pools:
+        _check_one_node(pool, topology)
     for role in SERVED_ROLES:
         if role in parsed or (role == "reward" and facts.reward is not None and not facts.reward.own_devices):
             pools.append(Pool(name=f"{role}_pool", roles=(role,), devices=parsed.get(role, everything)))
@@ -162,7 +209,7 @@ def place(
     return Placement(
         topology=topology,
         pools=tuple(pools),
-        managed=bool(asked) or count != DEFAULT_COLOCATE_COUNT,
+        managed=bool(asked) or count != DEFAULT_COLOCATE_COUNT or any(pool.layout != "fsdp" for pool in pools),
         colocate_count=count,
         reserved=_reserved(parsed, facts),
     )
@@ -179,16 +226,31 @@ def _asked(devices: Mapping[str, Any], facts: JobFacts) -> Iterator[tuple[str, A
             yield role, plain
 
 
-def _group(chosen: Mapping[str, tuple[int, ...]]) -> list[Pool]:
-    """Roles with the same devices share a pool, named after its roles."""
-    by_devices: dict[tuple[int, ...], list[str]] = {}
+def _group(chosen: Mapping[str, tuple[int, ...]], layouts: Mapping[str, Layout]) -> list[Pool]:
+    """Roles with the same devices and layout share a pool, named after its roles."""
+    alike: dict[tuple[tuple[int, ...], Layout], list[str]] = {}
     for role in TRAINED_ROLES:
         if role in chosen:
-            by_devices.setdefault(chosen[role], []).append(role)
+            alike.setdefault((chosen[role], layouts.get(role, "fsdp")), []).append(role)
     return [
-        Pool(name="_".join(roles) + "_pool", roles=tuple(roles), devices=devices)
-        for devices, roles in by_devices.items()
+        Pool(name="_".join(roles) + "_pool", roles=tuple(roles), devices=devices, layout=layout)
+        for (devices, layout), roles in alike.items()
     ]
+
+
+def _check_one_node(pool: Pool, topology: Topology) -> None:
+    nodes = sorted({topology.node_of(device) for device in pool.devices})
+    if pool.layout != "device_map" or len(nodes) == 1:
+        return
+    role = pool.roles[0]
+    first = [device for device in pool.devices if topology.node_of(device) == nodes[0]]
+    raise PlacementError(
+        f"sharding.roles.{role}.layout=device_map",
+        expected="devices of one node, since one process holds the whole model",
+        found=f"devices {format_devices(pool.devices)} on {len(nodes)} nodes",
+        consequence="the run does not start",
+        remedy=f"sharding.roles.{role}.devices={format_devices(first)}, or sharding.roles.{role}.layout=fsdp",
+    )
 
 
 def _most_shared(pools: Sequence[Pool]) -> tuple[int, int]:

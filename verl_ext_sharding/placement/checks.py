@@ -52,7 +52,8 @@ def check_layout(placement: Placement, facts: JobFacts) -> None:
     """Model parallelism must divide the role's devices, and nodes must be filled evenly where verl assumes it."""
     for role, engine in facts.engines.items():
         devices = placement.devices_of(role)
-        if devices and len(devices) % engine.model_parallel_size:
+        _check_one_process(role, engine, placement)
+        if devices and placement.processes_of(role) % engine.model_parallel_size:
             raise _error(
                 f"devices of {role}",
                 f"a multiple of {engine.model_parallel_size}, the ranks that one sample of {engine.strategy} takes",
@@ -68,6 +69,24 @@ def check_layout(placement: Placement, facts: JobFacts) -> None:
             f"the same number on each node, since a rollout server spans {replica} ranks",
             f"{counts} devices per node",
             "use as many devices on each node, or actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        )
+
+
+def _check_one_process(role: str, engine: EngineFacts, placement: Placement) -> None:
+    """A model spread by layers over the devices of one process is verl's FSDP engine with one rank."""
+    pool = placement.pool_of(role)
+    if pool is None or pool.layout != "device_map":
+        return
+    subject = f"sharding.roles.{role}.layout=device_map"
+    if not engine.strategy.startswith("fsdp"):
+        raise _error(subject, "strategy fsdp or fsdp2", engine.strategy, f"sharding.roles.{role}.layout=fsdp")
+    if engine.model_parallel_size > 1:
+        key = "critic.fsdp" if role == "critic" else f"actor_rollout_ref.{role}.fsdp_config"
+        raise _error(
+            subject,
+            "one rank: a process holds the whole model, and nothing is left to share its sequences with",
+            f"ulysses_sequence_parallel_size={engine.model_parallel_size}",
+            f"{key}.ulysses_sequence_parallel_size=1, or sharding.roles.{role}.layout=fsdp",
         )
 
 
@@ -123,9 +142,7 @@ def _check_micro_batches(role: str, engine: EngineFacts, samples_per_rank: int, 
 
 def _data_parallel_ranks(placement: Placement, facts: JobFacts) -> dict[str, int]:
     """Data-parallel ranks of each role that trains or evaluates."""
-    sizes = {
-        role: len(placement.devices_of(role)) // engine.model_parallel_size for role, engine in facts.engines.items()
-    }
+    sizes = {role: placement.processes_of(role) // engine.model_parallel_size for role, engine in facts.engines.items()}
     return {role: size for role, size in sizes.items() if size}
 
 
@@ -142,6 +159,15 @@ def check_servers(placement: Placement, facts: JobFacts) -> None:
             continue
         per_node = [len(numbers) for numbers in placement.per_node(devices)]
         size = server.ranks_per_replica
+        pool = placement.pool_of("actor")
+        if role == "rollout" and pool is not None and pool.layout == "device_map" and size > 1:
+            raise _error(
+                keys[role],
+                "1: verl serves rollout in the actor's processes, and with sharding.roles.actor.layout=device_map there is "
+                f"one, on device {devices[0]}",
+                str(size),
+                f"{keys[role]}=1, or sharding.roles.actor.layout=fsdp",
+            )
         if not _servers_fit(size, per_node):
             raise _error(
                 keys[role],

@@ -58,13 +58,13 @@ def placement_table(placement: Placement, facts: JobFacts) -> PlacementTable:
 
 
 def _row(role: str, pool: Pool, placement: Placement, facts: JobFacts) -> RoleRow:
-    devices = pool.devices
+    devices = placement.devices_of(role)
     return RoleRow(
         role=role,
         worker_class=_worker_class(role, facts),
-        engine=_engine(role, facts),
+        engine=_engine(role, facts) if pool.layout == "fsdp" or role == "rollout" else pool.layout,
         devices=devices,
-        ranks=_ranks(role, len(devices), facts),
+        ranks=_ranks(role, pool.num_processes, facts) + _spread(role, pool),
         nodes=tuple(dict.fromkeys(placement.topology.node_of(device) for device in devices)),
         shares=_shares(role, devices, placement, facts),
     )
@@ -105,12 +105,18 @@ def _ranks(role: str, count: int, facts: JobFacts) -> str:
     return f"{replicas} server{'s' if replicas != 1 else ''} x {size}"
 
 
+def _spread(role: str, pool: Pool) -> str:
+    """How many devices one process has, where that is not one."""
+    count = len(pool.devices)
+    return f", layers over {count}" if pool.layout == "device_map" and role != "rollout" and count > 1 else ""
+
+
 def _shares(role: str, devices: tuple[int, ...], placement: Placement, facts: JobFacts) -> str:
     others: dict[str, list[int]] = {}
     for pool in placement.pools:
-        common = sorted(set(pool.devices) & set(devices))
         names = [*pool.roles, *(["rollout"] if "actor" in pool.roles and facts.hybrid_rollout else [])]
         for name in names:
+            common = sorted(set(placement.devices_of(name)) & set(devices))
             if common and name != role:
                 others[name] = common
     if not others:
@@ -122,10 +128,10 @@ def _shares(role: str, devices: tuple[int, ...], placement: Placement, facts: Jo
 
 def _notes(placement: Placement, facts: JobFacts) -> Iterator[str]:
     topology = placement.topology
-    actor = placement.devices_of("actor")
-    if facts.hybrid_rollout and len(actor) < topology.num_devices:
+    rollout = placement.devices_of("rollout")
+    if facts.hybrid_rollout and len(rollout) < topology.num_devices:
         yield (
-            f"rollout uses {len(actor)} of {topology.num_devices} devices {format_devices(actor)}: "
+            f"rollout uses {len(rollout)} of {topology.num_devices} devices {format_devices(rollout)}: "
             "it generates where the actor trains"
         )
     idle = [device for device in range(topology.num_devices) if device not in placement.used]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_ext_sharding.config.reward import KEY as REWARD_KEY
+from verl_ext_sharding.config.reward import RewardServerSettings
 from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.placement import layer_keys
 from verl_ext_sharding.rollout.settings import ATTENTION, DTYPES
 
 _NOW = "the run stops before any model loads"
@@ -24,7 +27,7 @@ _OFF: tuple[tuple[str, str], ...] = (
     ("qat.enable", "weights are kept in rollout.dtype"),
     ("mtp.enable_rollout", "there is no speculative decoding"),
     ("enable_rollout_routing_replay", "expert routing is not recorded"),
-    ("prometheus.enable", "the server has no HTTP endpoint"),
+    ("prometheus.enable", "the server has no endpoint for metrics"),
 )
 
 _POSITIVE = ("max_num_seqs", "max_num_batched_tokens", "response_length", "prompt_length")
@@ -44,27 +47,81 @@ def check_rollout(
         One error for each problem; empty when there is none.
     """
     key = f"{where}.rollout"
-    errors = [
-        _error(f"{key}.{name}", "1: one server holds the whole model", rollout.get(name), f"{key}.{name}=1")
-        for name in _PARALLEL
-        if (rollout.get(name) or 1) > 1
-    ]
-    for name, why in _OFF:
-        found = _at(rollout, name)
-        if found:
-            off = "null" if name == "quantization" else "False"
-            errors.append(_error(f"{key}.{name}", f"off: {why}", found, f"{key}.{name}={off}"))
-    errors += [
-        _error(f"{key}.{name}", "a number >= 1", rollout[name], f"{key}.{name}=256")
-        for name in _POSITIVE
-        if rollout.get(name) is not None and rollout[name] < 1
-    ]
+    errors = _check_parallel(rollout, key, _PARALLEL)
+    errors += _check_off(rollout, key)
+    errors += _check_positive(rollout, key, _POSITIVE)
     errors += _check_choices(rollout, key)
     errors += _check_lengths(rollout, key)
     errors += _check_engine_kwargs(rollout, key)
     errors += _check_transport(rollout, key)
     errors += _check_lora(model, where)
     return errors
+
+
+def check_reward(
+    rollout: Mapping[str, Any], asked: RewardServerSettings, *, where: str = "reward.reward_model"
+) -> list[ConfigError]:
+    """Lists everything in a reward model's config that this backend can't honour. Keys that are absent are not judged.
+
+    Args:
+        rollout: `reward.reward_model.rollout` as nested mappings, resolved.
+        asked: What the run's request says of the reward servers.
+        where: Config node of the reward model, for the messages.
+
+    Returns:
+        One error for each problem; empty when there is none.
+    """
+    key = f"{where}.rollout"
+    num_devices = rollout.get("tensor_model_parallel_size") or 1
+    parallel = [name for name in _PARALLEL if name != "tensor_model_parallel_size" or asked.device_map is None]
+    errors = _check_parallel(rollout, key, parallel)
+    errors += _check_off(rollout, key)
+    errors += _check_positive(rollout, key, ("max_num_seqs", "max_num_batched_tokens", "max_model_len"))
+    errors += _check_choices(rollout, key)
+    errors += _check_engine_kwargs(rollout, key)
+    if rollout.get("load_format") == "dummy":
+        expected = "a format that reads the checkpoint: nobody sends weights to a reward model"
+        errors.append(_error(f"{key}.load_format", expected, "dummy", f"{key}.load_format=auto"))
+    if asked.attn_implementation == "flash_attention_2" and DTYPES.get(str(rollout.get("dtype"))) == "float32":
+        remedy = f"{key}.dtype=bfloat16"
+        errors.append(_error(f"{key}.dtype", "bfloat16 or float16 with flash_attention_2", rollout["dtype"], remedy))
+    if asked.device_map is not None:
+        try:
+            layer_keys.parse(asked.device_map, role="reward", num_devices=num_devices)
+        except ConfigError as error:
+            errors.append(error)
+    if asked.execution_index is not None and asked.execution_index >= num_devices:
+        subject = f"{REWARD_KEY}.execution_device"
+        expected = f"a device of the server's own process, which has {num_devices}: numbers start at 0 there"
+        kind = str(asked.execution_device).partition(":")[0]
+        errors.append(_error(subject, expected, asked.execution_device, f"{subject}={kind}:0"))
+    return errors
+
+
+def _check_parallel(rollout: Mapping[str, Any], key: str, names: Sequence[str]) -> list[ConfigError]:
+    return [
+        _error(f"{key}.{name}", "1: one server holds the whole model", rollout.get(name), f"{key}.{name}=1")
+        for name in names
+        if (rollout.get(name) or 1) > 1
+    ]
+
+
+def _check_off(rollout: Mapping[str, Any], key: str) -> list[ConfigError]:
+    errors = []
+    for name, why in _OFF:
+        found = _at(rollout, name)
+        if found:
+            off = "null" if name == "quantization" else "False"
+            errors.append(_error(f"{key}.{name}", f"off: {why}", found, f"{key}.{name}={off}"))
+    return errors
+
+
+def _check_positive(rollout: Mapping[str, Any], key: str, names: Sequence[str]) -> list[ConfigError]:
+    return [
+        _error(f"{key}.{name}", "a number >= 1", rollout[name], f"{key}.{name}=256")
+        for name in names
+        if rollout.get(name) is not None and rollout[name] < 1
+    ]
 
 
 def _check_choices(rollout: Mapping[str, Any], key: str) -> list[ConfigError]:

@@ -28,13 +28,30 @@ class HFReplica(RolloutReplica):
         config: verl's rollout config.
         model_config: verl's model config, or the node that it is made from.
         gpus_per_node: Devices of a node.
-        is_reward_model: Whether it serves a reward model.
+        is_reward_model: Whether it serves a reward model; it is then a `HFRewardReplica`.
         is_teacher_model: Whether it serves a teacher.
         name_suffix: Keeps the Ray names of several teachers apart.
 
     Raises:
         ConfigError: When the config asks for what this backend can't do.
     """
+
+    def __new__(
+        cls,
+        replica_rank: int,
+        config: RolloutConfig,
+        model_config: DictConfig,
+        gpus_per_node: int = 8,
+        is_reward_model: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> HFReplica:
+        """verl knows one class for a backend; a reward model's replica has a server of its own kind."""
+        if not is_reward_model or cls is not HFReplica:
+            return super().__new__(cls)
+        from verl_ext_sharding.rollout.reward_replica import HFRewardReplica
+
+        return super().__new__(HFRewardReplica)
 
     def __init__(
         self,
@@ -46,11 +63,20 @@ class HFReplica(RolloutReplica):
         is_teacher_model: bool = False,
         name_suffix: str = "",
     ) -> None:
-        for error in check_rollout(_plain(config), _plain(model_config)):
+        for error in self.problems(plain(config), plain(model_config)):
             raise error
         super().__init__(
             replica_rank, config, model_config, gpus_per_node, is_reward_model, is_teacher_model, name_suffix
         )
+
+    def problems(self, rollout: dict[str, Any], model: dict[str, Any]) -> list[ConfigError]:
+        """What the config asks for and this backend can't do.
+
+        Args:
+            rollout: The rollout's config as nested mappings.
+            model: The model's.
+        """
+        return check_rollout(rollout, model)
 
     async def launch_servers(self) -> None:
         """Starts the server and waits until its model is built."""
@@ -58,8 +84,8 @@ class HFReplica(RolloutReplica):
         _require_weights(self.rollout_mode, self.config.load_format)
         node_id, accelerator_ids, device = await self.workers[0].__ray_call__.remote(locate)
         settings = server_settings(
-            _plain(self.config),
-            _plain(self.model_config),
+            plain(self.config),
+            plain(self.model_config),
             mode=self.rollout_mode.value,
             device=device,
             replica_rank=self.replica_rank,
@@ -113,7 +139,7 @@ class HFReplica(RolloutReplica):
 
     def _server_name(self) -> str:
         """verl's name: `ServerAdapter` finds a policy's server by it."""
-        kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        kind = "teacher_" if self.is_teacher_model else ""
         return f"hf_server_{kind}{self.replica_rank}_0{self.name_suffix}"
 
 
@@ -137,11 +163,11 @@ def _require_weights(mode: RolloutMode, load_format: str) -> None:
     """
     if mode is RolloutMode.COLOCATED and load_format == "dummy":
         raise ConfigError(
-            "rollout.load_format of a colocated server (a reward or teacher model)",
+            "rollout.load_format of a colocated server (a teacher model)",
             expected="a format that reads the checkpoint: nobody sends weights to it",
             found=load_format,
             consequence="the server does not start",
-            remedy="load_format=auto for that model's rollout, as in reward.reward_model.rollout.load_format=auto",
+            remedy="load_format=auto for that model's rollout",
         )
 
 
@@ -152,10 +178,10 @@ def _env_vars(full_determinism: bool) -> dict[str, str]:
     return {**variables, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if full_determinism else variables
 
 
-def _plain(config: Any) -> Any:
+def plain(config: Any) -> Any:
     """A config as nested dicts, interpolations resolved; verl's dataclasses are mappings that may hold either kind."""
     if OmegaConf.is_config(config):
         return OmegaConf.to_container(config, resolve=True)
     if isinstance(config, Mapping):
-        return {key: _plain(value) for key, value in config.items()}
+        return {key: plain(value) for key, value in config.items()}
     return config

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -89,7 +89,9 @@ class BundlePoolManager(ResourcePoolManager):
     def __init__(self, spec: RunSpec, mapping: dict[Any, str], finalize: Any) -> None:
         placement = spec.placement
         super().__init__(
-            resource_pool_spec={p.name: [len(n) for n in placement.per_node(p.devices)] for p in placement.pools},
+            resource_pool_spec={
+                p.name: [len(n) for n in placement.per_node(p.process_devices)] for p in placement.pools
+            },
             mapping=mapping,
             max_colocate_count=spec.bundle_cpus,
         )
@@ -185,12 +187,29 @@ def _natural(accelerator_id: str) -> tuple[int, int, str]:
 
 
 def _views(pool: Pool, placement: Placement, bundles: dict[int, Bundle]) -> list[BundleView]:
+    if pool.layout == "device_map":
+        return [BundleView([_with_all_devices(pool, bundles)])]
     if not placement.is_even(pool.devices):
         return [BundleView([bundles[device]]) for device in pool.devices]
     by_node: dict[int, list[Bundle]] = {}
     for device in pool.devices:
         by_node.setdefault(placement.topology.node_of(device), []).append(bundles[device])
     return [BundleView(by_node[node]) for node in sorted(by_node)]
+
+
+def _with_all_devices(pool: Pool, bundles: dict[int, Bundle]) -> Bundle:
+    """The first device's bundle, for a process that sees the others too.
+
+    The job has reserved those bundles as well, so no other job gets their devices, and roles with one device for each
+    process can share them; a bundle of several devices could not be shared so.
+    """
+    first = bundles[pool.devices[0]]
+    promise = replace(
+        first.promise,
+        visible=tuple(bundles[device].promise.accelerator_id for device in pool.devices),
+        visible_variable=get_platform().visible_devices_envvar(),
+    )
+    return replace(first, promise=promise)
 
 
 def _not_reserved(spec: RunSpec, bundle: dict[str, float]) -> ClusterError:

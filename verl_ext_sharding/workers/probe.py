@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import ray
 
 from verl_ext_sharding.communication.hygiene import NAMES
+
+logger = logging.getLogger(__name__)
+
+COMPUTE_CAPABILITIES = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -41,6 +49,7 @@ def read_back(worker: Any, accelerator: str) -> dict[str, Any]:
         "node": ray.util.get_node_ip_address(),
         "accelerator_id": accelerator_id,
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "layers": {role: layers for role, part in roles.items() if (layers := _layers_of(part))},
         "promise": os.environ.get("VERL_SHARDING_BUNDLE"),
         "pid": os.getpid(),
         "worker_classes": {role: type(part).__name__ for role, part in roles.items()},
@@ -57,9 +66,53 @@ def communication_of(actor: Any = None) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in NAMES}
 
 
-def _engine_of(worker: Any) -> str:
+def compute_capabilities(timeout_s: float = 20.0) -> list[tuple[int, int]]:
+    """Compute capability of each GPU of this node, from NVML or else `nvidia-smi`, visible to this process or not.
+
+    Args:
+        timeout_s: How long `nvidia-smi` may take, in seconds.
+
+    Returns:
+        In NVML's order; empty where neither answers.
+    """
+    try:
+        import pynvml
+
+        return _from_nvml(pynvml)
+    except Exception as error:  # pynvml is optional, and its error class is known only once it is imported
+        logger.debug("NVML has no compute capabilities: %s", error)
+    try:
+        done = subprocess.run(COMPUTE_CAPABILITIES, capture_output=True, text=True, timeout=timeout_s, check=True)
+        lines = [line.strip().split(".") for line in done.stdout.splitlines() if line.strip()]
+        return [(int(major), int(minor)) for major, minor in lines]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:  # an old driver has no such column
+        logger.debug("nvidia-smi has no compute capabilities: %s", error)
+        return []
+
+
+def _from_nvml(nvml: Any) -> list[tuple[int, int]]:
+    nvml.nvmlInit()
+    try:
+        gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        found = [nvml.nvmlDeviceGetCudaComputeCapability(gpu) for gpu in gpus]
+        return [(int(major), int(minor)) for major, minor in found]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _engines(worker: Any) -> Iterator[Any]:
     for holder in (worker, getattr(worker, "actor", None), getattr(worker, "ref", None)):
         engine = getattr(holder, "engine", None)
         if engine is not None:
-            return type(engine).__name__
-    return "n/a"
+            yield engine
+
+
+def _engine_of(worker: Any) -> str:
+    return next((type(engine).__name__ for engine in _engines(worker)), "n/a")
+
+
+def _layers_of(worker: Any) -> dict[str, list[dict[str, Any]]]:
+    """Of each role of a worker whose layers are spread: module, place, device and bytes."""
+    return {
+        engine.role: [asdict(row) for row in engine.rows()] for engine in _engines(worker) if hasattr(engine, "rows")
+    }

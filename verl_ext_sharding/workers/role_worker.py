@@ -59,6 +59,7 @@ def verify_device() -> None:
     promise = Promise.from_json(promised)
     node_id, accelerator_id = node_and_accelerator(get_platform().ray_resource_name())
     if (node_id, accelerator_id) == (promise.node_id, promise.accelerator_id):
+        _verify_visible(promise)
         return
     raise PlacementError(
         f"device {promise.device} of the job",
@@ -66,6 +67,19 @@ def verify_device() -> None:
         found=f"accelerator {accelerator_id} of node {node_id[:8]}",
         consequence="the run stops before the model loads",
         remedy="check that nothing sets CUDA_VISIBLE_DEVICES per process, and that no other job uses these devices",
+    )
+
+
+def _verify_visible(promise: Promise) -> None:
+    found = os.environ.get(promise.visible_variable, "") if promise.visible else ""
+    if found == ",".join(promise.visible):
+        return
+    raise PlacementError(
+        f"devices of the process on device {promise.device} of the job",
+        expected=f"{promise.visible_variable}={','.join(promise.visible)}",
+        found=found or "unset",
+        consequence="the run stops before the model loads",
+        remedy="check that nothing sets this variable in workers",
     )
 
 

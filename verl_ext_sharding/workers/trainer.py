@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -15,7 +18,9 @@ from verl_ext_sharding.cli import render
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.monitor import events
+from verl_ext_sharding.patch_points import reward_loop_workers
 from verl_ext_sharding.placement.bundles import Promise
+from verl_ext_sharding.placement.device_map import LayerRow
 from verl_ext_sharding.workers.pools import BundlePoolManager
 from verl_ext_sharding.workers.probe import communication_of, read_back
 from verl_ext_sharding.workers.role_worker import sharding_worker_class
@@ -32,6 +37,10 @@ def place_roles(trainer: Any, spec: RunSpec) -> None:
     """
     events.emit("stage", name="devices")
     trainer.on_init_end = types.MethodType(_on_init_end, trainer)
+    if reward_loop_workers.NEEDED_BY in spec.needed:
+        from verl_ext_sharding.rollout import reward_metrics
+
+        reward_metrics.apply(trainer)
     if not spec.placement.managed:
         stock = trainer.resource_pool_manager
         stock.create_resource_pool = functools.partial(_create_then_use_our_workers, trainer, stock)
@@ -92,6 +101,9 @@ def _on_init_end(trainer: Any) -> None:
     rows = read_back_devices(trainer)
     render.show_read_back(rows)
     events.emit("placement", rows=rows)
+    for role, layers in read_back_layers(trainer).items():
+        render.show_layers(role, layers, loaded=True)
+        events.emit("layers", role=role, rows=[asdict(layer) for layer in layers])
     if events.enabled():
         events.emit("communication", processes=read_back_communication(trainer))
     events.emit("stage", name="training")
@@ -111,12 +123,33 @@ def read_back_devices(trainer: Any) -> list[dict[str, Any]]:
     for role, group in _groups(trainer).items():
         answers = ray.get([worker.__ray_call__.remote(read_back, accelerator) for worker in group.workers])
         rows += [_row(role, rank, answer) for rank, answer in enumerate(answers)]
-    for replica in trainer.llm_server_manager.get_replicas():
+    for role, replica in _replicas(trainer):
         answers = ray.get([worker.__ray_call__.remote(read_back, accelerator) for worker in replica.workers])
+        pids = ray.get([server.__ray_call__.remote(lambda _: os.getpid()) for server in replica.servers])
         for answer in answers:
-            row = _row("rollout", replica.replica_rank, answer)
-            rows.append(row | {"worker": type(replica).__name__, "engine": replica.config.name, "pid": None})
+            row = _row(role, replica.replica_rank, answer)
+            rows.append(row | {"worker": type(replica).__name__, "engine": replica.config.name, "pid": pids[0]})
     return rows
+
+
+def _replicas(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """Servers of rollout and reward model, with their role."""
+    for replica in trainer.llm_server_manager.get_replicas():
+        yield "rollout", replica
+    manager = trainer.reward_loop_manager.reward_model_manager
+    for replica in manager.rollout_replicas if manager is not None else ():
+        yield "reward", replica
+
+
+def read_back_layers(trainer: Any) -> dict[str, list[LayerRow]]:
+    """Of each role whose layers are spread over the devices of one process: what lies where."""
+    accelerator = get_platform().ray_resource_name()
+    found: dict[str, list[LayerRow]] = {}
+    for group in _groups(trainer).values():
+        answer = ray.get(group.workers[0].__ray_call__.remote(read_back, accelerator))
+        for layers in answer["layers"].values():
+            found |= {role: [LayerRow(**row) for row in rows] for role, rows in layers.items()}
+    return found
 
 
 def read_back_communication(trainer: Any) -> dict[str, dict[str, str | None]]:

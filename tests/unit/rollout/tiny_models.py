@@ -121,10 +121,11 @@ def greedy_reference(model: torch.nn.Module, prompt_ids: tuple[int, ...], num_to
 
 def recomputed_log_probs(model: torch.nn.Module, done: Row, temperature: float = 1.0) -> torch.Tensor:
     """Log-probs of a response by one full forward without a cache, as verl's actor computes them."""
-    ids = torch.tensor([list(done.history())])
+    device = next(model.parameters()).device
+    ids = torch.tensor([list(done.history())], device=device)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(done.prompt_ids) - 1 : -1].float() / temperature
-    tokens = torch.tensor(done.token_ids)
+    tokens = torch.tensor(done.token_ids, device=device)
     return logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 

@@ -1,0 +1,303 @@
+"""verl's FSDP engine without FSDP: one process, one copy of the model, its layers on several devices.
+
+Everything that is about batches, losses, log-probs, optimizer and schedule is verl's; what is different is where weights
+are, and so: building, moving, saving, loading, and handing weights to the rollout.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from verl.plugin.platform import get_platform
+from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import normalize_peft_param_name
+from verl.utils.model import convert_weight_keys
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.base import BaseEngine
+
+from verl_ext_sharding.config.measures import LayerSpread
+from verl_ext_sharding.engines.measured import MeasuredEngineMixin
+from verl_ext_sharding.engines.meta_models import meta_model
+from verl_ext_sharding.engines.optimizer_states import Where
+from verl_ext_sharding.errors import ConfigError, PlacementError
+from verl_ext_sharding.placement.device_map import HOST, LayerMap, LayerRow, Place, rows
+from verl_ext_sharding.training import alignment, compute_dtype
+from verl_ext_sharding.training.layer_map import DeviceNeeds, plan_layers
+
+logger = logging.getLogger(__name__)
+
+_STATES = 2
+"""Tensors that AdamW keeps for each parameter, in the parameter's dtype."""
+
+
+class DeviceMapEngineMixin(MeasuredEngineMixin):
+    """In front of one of verl's FSDP engines, in a process group of one rank."""
+
+    optimizer: torch.optim.Optimizer | None
+    checkpoint_manager: Any
+    _is_lora: bool
+    layer_map: LayerMap
+    homes: dict[str, torch.device]
+    """Device of each parameter and buffer while the model is in use."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        ranks = torch.distributed.get_world_size()
+        if ranks > 1:
+            raise PlacementError(
+                f"sharding.roles.{self.role}.layout=device_map",
+                expected="one process, which holds the whole model",
+                found=f"{ranks} ranks",
+                consequence="the run stops before the model loads",
+                remedy=f"sharding.roles.{self.role}.layout=fsdp shards the model over the ranks",
+            )
+        if self.engine_config.offload_policy:
+            raise ConfigError(
+                f"offload_policy of {self.role}",
+                expected="False with layout=device_map: it is a policy of FSDP2",
+                found="True",
+                consequence="the run stops before the model loads",
+                remedy=f"sharding.roles.{self.role}.offload.params=true sharding.roles.{self.role}.offload.optimizer=true",
+            )
+        self.spread = self.measures.layers or LayerSpread(devices=tuple(range(get_platform().device_count())))
+        self.devices = _devices(len(self.spread.devices))
+
+    # Building
+
+    def _build_module(self) -> nn.Module:
+        self.layer_map = self._plan_layers()  # a wrong map is an error before any weight is read
+        module: nn.Module = super()._build_module()
+        self.homes = {name: self.device_of(place) for name, place in self.layer_map.tensors.items()}
+        _move(module, self.homes)
+        return module
+
+    def _plan_layers(self) -> LayerMap:
+        dtype = self._stored_dtype()
+        model = meta_model(
+            self.model_config.hf_config,
+            role=self.role,
+            model_type=self.model_config.model_type,
+            trust_remote_code=self.model_config.trust_remote_code,
+        )
+        if self._is_lora:
+            model.requires_grad_(False)
+        trains = not self.engine_config.forward_only
+        return plan_layers(
+            model,
+            self.spread.device_map,
+            role=self.role,
+            num_devices=len(self.devices),
+            device_numbers=self.spread.devices,
+            dtype=dtype,
+            needs=DeviceNeeds(
+                memory_bytes=_free_bytes(self.devices, self.spread.reserved_bytes),
+                extra_bytes_per_parameter=(1 + _STATES) * dtype.itemsize if trains else 0.0,
+            ),
+        )
+
+    def _stored_dtype(self) -> torch.dtype:
+        """As verl's `_build_module` chooses it."""
+        asked = self.engine_config.model_dtype
+        if asked is None:
+            return torch.bfloat16 if self.engine_config.forward_only else torch.float32
+        dtype: torch.dtype = PrecisionType.to_dtype(asked)
+        return dtype
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        """The model as it is used: measures, compute dtype and alignment in place of sharding."""
+        self.homes = {name: tensor.device for name, tensor in _tensors(module)}  # adapters came since
+        self._apply_measures(module)
+        self._autocast_dtype = self._compute_dtype()
+        self.scaler = (
+            torch.amp.GradScaler(get_platform().device_name) if self._autocast_dtype == torch.float16 else None
+        )
+        compute_dtype.apply(module, self._autocast_dtype)
+        alignment.apply(module, output_device=self.devices[0])
+        self.applied["layers"] = ", ".join(f"{row.modules}: {row.place}" for row in self.rows())
+        return module
+
+    def device_of(self, place: Place) -> torch.device:
+        """The device of a place of the map."""
+        return torch.device("cpu") if place == HOST else self.devices[int(place)]
+
+    def rows(self) -> tuple[LayerRow, ...]:
+        """Module, place and bytes as loaded."""
+        return rows(self.layer_map, num_states=0 if self.engine_config.forward_only or self._is_lora else 1 + _STATES)
+
+    # Computing
+
+    def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As verl's, in the compute dtype."""
+        with compute_dtype.computing():
+            return super().forward_backward_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        """As verl's; adds the peak of each device, of which verl's own metric knows the first."""
+        outputs = super().train_batch(data, loss_function)
+        if get_platform().device_name != "cpu":
+            for number, device in zip(self.spread.devices, self.devices, strict=True):
+                peak_gib = torch.get_device_module(device.type).max_memory_allocated(device) / 2**30
+                outputs["metrics"][f"max_memory_allocated_gb/device_{number}"] = [peak_gib]
+        return outputs
+
+    # Moving
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Moves weights, gradients and optimizer states to the host, or each to its device.
+
+        Args:
+            device: "cpu", or the platform's device type for the map's devices.
+            model: Parameters and buffers.
+            optimizer: Optimizer states.
+            grad: Gradients.
+        """
+        BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)
+        host = torch.device("cpu") if device == "cpu" else None
+        if model:
+            _move(self.module, {name: host or home for name, home in self.homes.items()}, grad=grad)
+        if optimizer and self.optimizer is not None:
+            for parameter, home in self._parameter_homes():
+                _move_states(self.optimizer, parameter, host or home)
+        for used in set(self.devices):  # the host may be read as soon as this returns
+            if used.type != "cpu":
+                torch.get_device_module(used.type).synchronize(used)
+        get_platform().empty_cache()
+
+    def _parameter_homes(self) -> Iterator[tuple[nn.Parameter, torch.device]]:
+        for name, parameter in self.module.named_parameters():
+            yield parameter, self.homes[name]
+
+    # Saving and loading
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Saves the files that verl's engine saves with one rank, from wherever the weights are."""
+        self.checkpoint_manager.save_checkpoint(
+            local_path=local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=max_ckpt_to_keep
+        )
+
+    def _step_device(self) -> Where:
+        homes = {id(parameter): home for parameter, home in self._parameter_homes()}
+        return lambda parameter: homes[id(parameter)]
+
+    # Weights for the rollout
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
+        """Names and tensors of the weights, each on the first device by the time that it is yielded.
+
+        Args:
+            layered_summon: Of FSDP, without effect here: one tensor at a time comes to the device.
+            base_sync_done: With LoRA: whether the rollout has the base weights, and wants adapters alone.
+
+        Returns:
+            The tensors, and the LoRA config if they are not merged.
+        """
+        adapters = getattr(self.module, "peft_config", None)
+        if adapters is None:
+            state = convert_weight_keys(self.module.state_dict(), self.module)
+            return self._on_first_device(state), None
+        if self.model_config.lora.get("merge", False):
+            return self._merged(), None
+        config = adapters["default"]
+        if base_sync_done:
+            from peft.utils.save_and_load import get_peft_model_state_dict
+
+            params = get_peft_model_state_dict(self.module)
+        else:
+            from verl.utils.fsdp_utils import replace_lora_wrapper
+
+            base = normalize_peft_param_name(self.module.state_dict())
+            params = {replace_lora_wrapper(name, config): value for name, value in base.items()}
+        params = convert_weight_keys(params, self.module)
+        return self._on_first_device(params), config.to_dict()
+
+    def _on_first_device(self, params: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        device = get_device_id()
+        for name, value in params.items():
+            yield name, value.detach().to(device, non_blocking=True)
+
+    def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Base weights with the adapters added, one at a time; the model itself is not changed."""
+        from peft.tuners.lora import LoraLayer
+
+        layers = {
+            f"{name}.base_layer.weight": layer
+            for name, layer in self.module.named_modules()
+            if isinstance(layer, LoraLayer)
+        }
+        for name, value in self.module.state_dict().items():
+            layer = layers.get(name)
+            with torch.no_grad():
+                for adapter in layer.active_adapters if layer is not None else ():
+                    value = value + layer.get_delta_weight(adapter).to(value)  # type: ignore[union-attr]
+            merged = convert_weight_keys(normalize_peft_param_name({name: value}), self.module)
+            yield from self._on_first_device(merged)
+
+
+def _devices(count: int) -> tuple[torch.device, ...]:
+    """The devices that this process sees, in the order of the role's list."""
+    platform = get_platform()
+    if platform.device_name == "cpu":
+        return (torch.device("cpu"),) * count
+    seen = platform.device_count()
+    if seen < count:
+        raise PlacementError(
+            "layout=device_map",
+            expected=f"{count} devices visible to this process",
+            found=str(seen),
+            consequence="the run stops before the model loads",
+            remedy="report this with the output of `verl-sharding doctor`",
+        )
+    return tuple(torch.device(platform.device_name, index) for index in range(count))
+
+
+def _free_bytes(devices: tuple[torch.device, ...], reserved: tuple[int, ...]) -> tuple[int, ...] | None:
+    """What the role may use of each device: what is free, and of the whole what others need not keep."""
+    if devices[0].type == "cpu":
+        return None
+    found = []
+    for index, device in enumerate(devices):
+        free, total = torch.get_device_module(device.type).mem_get_info(device)
+        found.append(max(0, min(free, total - (reserved[index] if reserved else 0))))
+    return tuple(found)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+@torch.no_grad()
+def _move(module: nn.Module, homes: dict[str, torch.device], *, grad: bool = False) -> None:
+    """Moves each parameter and buffer; parameters stay the same objects, so that tied ones stay tied."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        parameter.data = _sent(parameter.data, homes[name])
+        if grad and parameter.grad is not None:
+            parameter.grad = _sent(parameter.grad, homes[name])
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = _sent(buffer, homes[f"{prefix}.{name}".lstrip(".")])
+
+
+def _move_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, device: torch.device) -> None:
+    states = optimizer.state.get(parameter, {})
+    for name, value in states.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0:  # step counters stay where the optimizer put them
+            states[name] = _sent(value, device)
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)

@@ -1,0 +1,188 @@
+"""Device maps of a run, checked in the driver: the models of roles with `layout: device_map`, built on meta.
+
+Reads config files of models and none of their weights. Where the driver can't read a model's config (a path that only
+workers reach), the worker makes the same checks before it loads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext_sharding.config.measures import ENGINE_ROLES, LayerSpread, RoleMeasures
+from verl_ext_sharding.config.schema import ShardingConfig
+from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.placement.bundles import Placement
+from verl_ext_sharding.placement.device_map import LayerMap, LayerRow, rows
+from verl_ext_sharding.placement.job import JobFacts
+
+logger = logging.getLogger(__name__)
+
+_MODEL = {"actor": "actor_rollout_ref.model", "ref": "actor_rollout_ref.model", "critic": "critic.model"}
+_ENGINE = {
+    "actor": "actor_rollout_ref.actor.fsdp_config",
+    "ref": "actor_rollout_ref.ref.fsdp_config",
+    "critic": "critic.fsdp",
+}
+_ITEM_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+_ADAM_STATES = 2
+
+
+def spread_roles(request: ShardingConfig, placement: Placement) -> dict[str, LayerSpread]:
+    """How each role with `layout: device_map` is spread, without what other roles need.
+
+    A reference in the actor's process follows the actor's map, unless it has one of its own.
+    """
+    found = {}
+    for role in ENGINE_ROLES:
+        pool = placement.pool_of(role)
+        if pool is None or pool.layout != "device_map":
+            continue
+        asked = getattr(request.roles, role)
+        if role == "ref" and "actor" in pool.roles and asked.layout is None:
+            asked = request.roles.actor
+        device_map = asked.device_map if isinstance(asked.device_map, str) else dict(asked.device_map)
+        found[role] = LayerSpread(device_map=device_map, devices=pool.devices)
+    return found
+
+
+def with_spread(measures: Mapping[str, RoleMeasures], spread: Mapping[str, LayerSpread]) -> dict[str, RoleMeasures]:
+    """Measures of each role, with how its layers are spread."""
+    merged = dict(measures)
+    for role, layers in spread.items():
+        merged[role] = replace(merged.get(role, RoleMeasures()), layers=layers)
+    return merged
+
+
+def plan_spread(
+    config: DictConfig, request: ShardingConfig, placement: Placement, facts: JobFacts
+) -> tuple[dict[str, LayerSpread], dict[str, LayerMap]]:
+    """Checks the map of each role with `layout: device_map`, and says what other roles keep on its devices.
+
+    Args:
+        config: verl's composed config.
+        request: The user's request.
+        placement: Where the roles run.
+        facts: The job.
+
+    Returns:
+        The spread of each such role, and the map of each whose model could be read.
+
+    Raises:
+        ConfigError: A map is wrong, or layers don't fit `sharding.memory.gpu_gib`.
+    """
+    spread = spread_roles(request, placement)
+    if not spread:
+        return {}, {}
+    models = {role: _model(config, role) for role in facts.engines}
+    kept = {role: _kept_bytes(config, role, models[role], placement) for role in facts.engines}
+    maps = {}
+    for role, layers in spread.items():
+        reserved = [
+            sum(
+                num_bytes
+                for other, num_bytes in kept.items()
+                if other != role and device in placement.devices_of(other)
+            )
+            for device in layers.devices
+        ]
+        spread[role] = replace(layers, reserved_bytes=tuple(reserved))
+        if models[role] is None:
+            path = OmegaConf.select(config, f"{_MODEL[role]}.path")
+            logger.warning("device map of %s: checked in the worker, since the driver can't read %s", role, path)
+            continue
+        maps[role] = _map(config, role, models[role], spread[role], request)
+    return spread, maps
+
+
+def planned_rows(role: str, layer_map: LayerMap, *, lora: bool) -> tuple[LayerRow, ...]:
+    """The map as a table; a reference and a base model under LoRA have neither gradients nor optimizer states."""
+    return rows(layer_map, num_states=0 if role == "ref" or lora else 1 + _ADAM_STATES)
+
+
+def _map(config: DictConfig, role: str, model: Any, layers: LayerSpread, request: ShardingConfig) -> LayerMap:
+    import torch
+
+    from verl_ext_sharding.training.layer_map import DeviceNeeds, plan_layers
+
+    dtype = _dtype(config, role)
+    memory = None
+    if request.memory.gpu_gib is not None:
+        total = int(request.memory.gpu_gib * (1 - request.memory.headroom) * 2**30)
+        memory = tuple(max(0, total - reserved) for reserved in layers.reserved_bytes)
+    if memory is None and layers.device_map == "sequential":
+        memory = (2**62,) * len(layers.devices)  # the worker knows its devices; here only the map's form is checked
+    trained = 1 + _ADAM_STATES if role != "ref" else 0
+    return plan_layers(
+        model,
+        layers.device_map,
+        role=role,
+        num_devices=len(layers.devices),
+        device_numbers=layers.devices,
+        dtype={4: torch.float32, 2: torch.bfloat16}[_ITEM_BYTES[dtype]],
+        needs=DeviceNeeds(memory_bytes=memory, extra_bytes_per_parameter=trained * _ITEM_BYTES[dtype]),
+    )
+
+
+def _model(config: DictConfig, role: str) -> Any:
+    """A role's model on meta, or None where the driver can't read its config."""
+    from transformers import AutoConfig
+
+    from verl_ext_sharding.engines.meta_models import meta_model
+
+    block = OmegaConf.select(config, _MODEL[role])
+    path = block.get("hf_config_path", None) or block.path
+    trust = bool(block.get("trust_remote_code", False))
+    try:
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    except Exception as error:  # hub, network and file system each have errors of their own
+        logger.info("model of %s can't be read here: %s", role, str(error).splitlines()[0])
+        return None
+    for key, value in _overridden(block).items():
+        setattr(hf_config, key, value)
+    model_type = "value_model" if role == "critic" else "language_model"
+    model = meta_model(hf_config, role=role, model_type=model_type, trust_remote_code=trust)
+    if int(block.get("lora_rank", 0) or 0) > 0:
+        model.requires_grad_(False)
+    return model
+
+
+def _overridden(block: DictConfig) -> dict[str, Any]:
+    """As verl's `HFModelConfig` applies `override_config`."""
+    plain = OmegaConf.to_container(block.get("override_config") or OmegaConf.create({}), resolve=True)
+    assert isinstance(plain, dict)
+    inner = plain.get("model_config", plain)
+    return {str(key): value for key, value in inner.items() if not isinstance(value, dict)}
+
+
+def _dtype(config: DictConfig, role: str) -> str:
+    asked = OmegaConf.select(config, f"{_ENGINE[role]}.model_dtype", default=None)
+    name = str(asked) if asked is not None else ("bf16" if role == "ref" else "fp32")
+    if name not in _ITEM_BYTES:
+        raise ConfigError(
+            f"{_ENGINE[role]}.model_dtype",
+            expected=f"one of {', '.join(_ITEM_BYTES)}",
+            found=name,
+            consequence="the run does not start",
+            remedy=f"sharding.roles.{role}.dtype=float32",
+        )
+    return name
+
+
+def _kept_bytes(config: DictConfig, role: str, model: Any, placement: Placement) -> int:
+    """Bytes that a role keeps on each of its devices while others run: weights and optimizer states, unless offloaded."""
+    pool = placement.pool_of(role)
+    if model is None or pool is None:
+        return 0
+    engine = OmegaConf.select(config, _ENGINE[role])
+    item = _ITEM_BYTES[_dtype(config, role)]
+    sharded_reference = role == "ref" and pool.layout == "fsdp"  # verl keeps it on the host
+    weights = 0 if engine.get("param_offload", False) or sharded_reference else item
+    states = 0 if engine.get("optimizer_offload", False) or role == "ref" else _ADAM_STATES * item
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    return (weights * total + states * trained) // len(pool.devices)
