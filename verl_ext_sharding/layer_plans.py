@@ -46,7 +46,7 @@ def spread_roles(request: ShardingConfig, placement: Placement) -> dict[str, Lay
         if role == "ref" and "actor" in pool.roles and asked.layout is None:
             asked = request.roles.actor
         device_map = asked.device_map if isinstance(asked.device_map, str) else dict(asked.device_map)
-        found[role] = LayerSpread(device_map=device_map, devices=pool.devices)
+        found[role] = LayerSpread(device_map=device_map, devices=pool.devices, device_bytes=_device_bytes(request))
     return found
 
 
@@ -95,7 +95,7 @@ def plan_spread(
             path = OmegaConf.select(config, f"{_MODEL[role]}.path")
             logger.warning("device map of %s: checked in the worker, since the driver can't read %s", role, path)
             continue
-        maps[role] = _map(config, role, models[role], spread[role], request)
+        maps[role] = _map(config, role, models[role], spread[role])
     return spread, maps
 
 
@@ -104,17 +104,21 @@ def planned_rows(role: str, layer_map: LayerMap, *, lora: bool) -> tuple[LayerRo
     return rows(layer_map, num_states=0 if role == "ref" or lora else 1 + _ADAM_STATES)
 
 
-def _map(config: DictConfig, role: str, model: Any, layers: LayerSpread, request: ShardingConfig) -> LayerMap:
+def _device_bytes(request: ShardingConfig) -> int | None:
+    gib = request.memory.gpu_gib
+    return None if gib is None else int(gib * (1 - request.memory.headroom) * 2**30)
+
+
+def _map(config: DictConfig, role: str, model: Any, layers: LayerSpread) -> LayerMap:
     import torch
 
     from verl_ext_sharding.training.layer_map import DeviceNeeds, plan_layers
 
     dtype = _dtype(config, role)
     memory = None
-    if request.memory.gpu_gib is not None:
-        total = int(request.memory.gpu_gib * (1 - request.memory.headroom) * 2**30)
-        memory = tuple(max(0, total - reserved) for reserved in layers.reserved_bytes)
-    if memory is None and layers.device_map == "sequential":
+    if layers.device_bytes is not None:
+        memory = tuple(max(0, layers.device_bytes - reserved) for reserved in layers.reserved_bytes)
+    elif layers.device_map == "sequential":
         memory = (2**62,) * len(layers.devices)  # the worker knows its devices; here only the map's form is checked
     trained = 1 + _ADAM_STATES if role != "ref" else 0
     return plan_layers(

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding import driver, envs, launchers, loading
 from verl_ext_sharding.cli import render
 from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.config import cpu, measures, sft
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
+from verl_ext_sharding.config.guards import Guards
 from verl_ext_sharding.config.schema import CommunicationConfig, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.config.translate import request_of, values_of
@@ -83,10 +84,11 @@ def prepare(
     if cpu.is_cpu(config):
         applied += apply_changes(config, sft.cpu_changes(config, explicit), explicit)
     applied += apply_changes(config, sft.translate(request, values_of(config), ranks.world_size), explicit)
-    return SftPlan(request=request, ranks=ranks, changes=tuple(applied), spec=_spec(request, ranks))
+    seed = OmegaConf.select(config, "trainer.seed", default=None)
+    return SftPlan(request=request, ranks=ranks, changes=tuple(applied), spec=_spec(request, ranks, seed))
 
 
-def _spec(request: ShardingConfig, ranks: Ranks) -> RunSpec:
+def _spec(request: ShardingConfig, ranks: Ranks, seed: int | None) -> RunSpec:
     """The spec that engines and patches read; its one role is on every device of the job."""
     roles = measures.measures_of(request)
     chunks = any(role.logits is not None for role in roles.values())
@@ -99,6 +101,8 @@ def _spec(request: ShardingConfig, ranks: Ranks) -> RunSpec:
         hybrid_rollout=False,
         bundle_cpus=0,
         measures=roles,
+        guards=Guards(align_inputs=request.guards.align_inputs, token_ids=request.guards.token_ids),
+        seed=seed,
         needed=("trainer.plugin", *([driver.LOGITS] if chunks else [])),
     )
 

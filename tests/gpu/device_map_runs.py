@@ -54,7 +54,14 @@ def cases(second: str) -> list[Case]:
 def gradients(run: engine_runs.Run) -> dict[str, Any]:
     """Gradients of one mini-batch, whole and on the host."""
     engine = run.engine
-    data = run.data(0, use_remove_padding=False, use_fused_kernels=engine.engine_config.use_fused_kernels)
+    config = engine.engine_config
+    data = run.data(
+        0,
+        use_remove_padding=False,
+        use_fused_kernels=config.use_fused_kernels,
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=config.micro_batch_size_per_gpu,
+    )
     with engine.train_mode(disable_auto_offload=True):
         engine.forward_backward_batch(data, run.worker.loss_fn)
         found = {

@@ -252,6 +252,134 @@ def test_a_colocated_reward_model_stays_on_every_device_like_in_verl(job):
     assert placement.devices_of("reward") == (0, 1, 2, 3)
 
 
+# Layouts: one process for several devices
+
+
+def spread(*roles):
+    return dict.fromkeys(roles, "device_map")
+
+
+def every_layout():
+    """Each way to give three roles either layout."""
+    for chosen in itertools.product(("fsdp", "device_map"), repeat=3):
+        yield dict(zip(ROLES, chosen, strict=True))
+
+
+def test_a_role_has_one_process_where_its_layers_are_spread_and_one_for_each_device_else(job):
+    facts = job()
+    devices = {"actor": [2, 1, 3], "ref": [0, 1], "critic": [3]}
+    for layouts in every_layout():
+        placement = place(devices, facts, layouts=layouts)
+        for role, layout in layouts.items():
+            pool, asked = placement.pool_of(role), devices[role]
+            assert pool.layout == layout
+            assert placement.processes_of(role) == pool.num_processes == (1 if layout == "device_map" else len(asked))
+            assert placement.devices_of(role) == pool.devices
+
+
+def test_a_process_sits_on_the_first_device_of_its_role():
+    devices = (3, 0, 2)
+    one = Pool(name="p", roles=("actor",), devices=devices, layout="device_map")
+    each = Pool(name="p", roles=("actor",), devices=devices)
+    assert (one.process_devices, each.process_devices) == ((3,), devices)
+
+
+def test_rollout_generates_on_the_first_of_the_devices_that_the_actor_is_spread_over(job):
+    placement = place({"actor": [1, 2], "critic": [0]}, job(), layouts=spread("actor"))
+    assert placement.devices_of("actor") == (1, 2)
+    assert placement.devices_of("rollout") == (1,)
+    assert placement.processes_of("rollout") == 1
+
+
+@pytest.mark.parametrize("role", ["ref", "critic"])
+def test_rollout_keeps_the_actors_devices_whatever_other_roles_are_spread_over(role, job):
+    placement = place({"actor": [0, 1], role: [2, 3]}, job(), layouts=spread(role))
+    assert placement.devices_of("rollout") == (0, 1)
+    assert placement.processes_of("rollout") == 2
+
+
+def test_a_role_that_the_job_has_not_has_no_process(job):
+    assert place({}, job(("actor",))).processes_of("critic") == 0
+
+
+def test_roles_share_processes_if_and_only_if_devices_and_layout_are_equal(job):
+    facts = job()
+    lists = [{"actor": [0, 1], "ref": [0, 1], "critic": [0, 1]}, {"actor": [0, 1], "ref": [1, 2], "critic": [0, 1]}]
+    for devices, layouts in itertools.product(lists, every_layout()):
+        placement = place(devices, facts, layouts=layouts)
+        for one, other in itertools.combinations(ROLES, 2):
+            alike = (devices[one], layouts[one]) == (devices[other], layouts[other])
+            assert (placement.pool_of(one) is placement.pool_of(other)) == alike, (devices, layouts)
+
+
+@pytest.mark.parametrize("devices", [{}, {"actor": [0, 1]}, {"actor": [0, 1], "critic": [0, 1]}])
+def test_a_reference_in_the_actors_process_follows_the_actors_layout(devices, job):
+    placement = place(devices, job(), layouts=spread("actor"))
+    assert placement.pool_of("ref") is placement.pool_of("actor")
+    assert placement.pool_of("ref").layout == "device_map"
+    assert placement.pool_of("critic") is not placement.pool_of("actor")
+
+
+@pytest.mark.parametrize("layouts", [{"actor": "device_map", "ref": "fsdp"}, {"ref": "device_map"}])
+def test_a_reference_with_a_layout_of_its_own_keeps_it_and_leaves_the_actors_process(layouts, job):
+    placement = place({"actor": [0, 1]}, job(), layouts=layouts)
+    assert placement.pool_of("ref").layout == layouts["ref"]
+    assert placement.pool_of("ref").devices == placement.pool_of("actor").devices
+    assert placement.pool_of("ref") is not placement.pool_of("actor")
+
+
+def test_a_reference_with_devices_of_its_own_does_not_follow_the_actors_layout(job):
+    placement = place({"actor": [0, 1], "ref": [2, 3]}, job(), layouts=spread("actor"))
+    assert placement.pool_of("ref").layout == "fsdp"
+
+
+def test_the_layouts_that_were_given_are_not_changed(job):
+    layouts = spread("actor")
+    place({"actor": [0, 1]}, job(), layouts=layouts)
+    assert layouts == spread("actor")
+
+
+@pytest.mark.parametrize(("layouts", "managed"), [(None, False), ({"actor": "fsdp"}, False), (spread("critic"), True)])
+def test_a_layout_that_verl_has_not_is_enough_to_be_managed(layouts, managed, job):
+    assert place({}, job(), layouts=layouts).managed is managed
+
+
+def test_each_device_of_a_spread_role_counts_as_used_and_as_shared(job):
+    placement = place({"actor": [0, 1], "critic": [1, 2], "ref": [1]}, job(), layouts=spread("actor", "critic"))
+    assert placement.used == (0, 1, 2)
+    assert placement.most_processes == 3
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_layers_over_several_nodes_are_refused_with_the_devices_of_the_first(role, job):
+    others = {name: [0] for name in ROLES if name != role}
+    error = refusal(others | {role: [1, 2, 3]}, job(nodes=2, devices=2), layouts=spread(role))
+    assert error.subject == f"sharding.roles.{role}.layout=device_map"
+    assert "one node" in error.expected
+    assert error.found == "devices [1,2,3] on 2 nodes"
+    assert "does not start" in error.consequence
+    assert error.remedy == f"sharding.roles.{role}.devices=[1], or sharding.roles.{role}.layout=fsdp"
+
+
+def test_what_the_error_of_several_nodes_says_to_type_works(job):
+    facts = job(nodes=2, devices=2)
+    assert place({"critic": [1]}, facts, layouts=spread("critic")).devices_of("critic") == (1,)
+    assert place({"critic": [1, 2, 3]}, facts, layouts={"critic": "fsdp"}).processes_of("critic") == 3
+
+
+def test_layers_over_the_devices_of_the_second_node_are_accepted(job):
+    placement = place({"critic": [2, 3]}, job(nodes=2, devices=2), layouts=spread("critic"))
+    assert placement.pool_of("critic").process_devices == (2,)
+
+
+def test_each_layout_survives_the_way_through_the_environment(job):
+    for layouts in every_layout():
+        placement = place({"actor": [0, 1], "critic": [1, 2]}, job(), layouts=layouts)
+        again = Placement.from_json(placement.to_json())
+        assert again == placement
+        assert [pool.process_devices for pool in again.pools] == [pool.process_devices for pool in placement.pools]
+
+
 # Names of nodes, JSON
 
 
@@ -273,9 +401,20 @@ def test_the_json_of_a_placement_is_stable_and_plain(job):
 
 
 @pytest.mark.parametrize("accelerator_id", ["0", "GPU-5f1c", ""])
-def test_a_promise_survives_the_way_through_the_environment(accelerator_id):
-    promise = Promise(device=3, node_id="0a1b", accelerator_id=accelerator_id)
-    assert Promise.from_json(promise.to_json()) == promise
+@pytest.mark.parametrize("visible", [(), ("3",), ("2", "GPU-5f1c")])
+def test_a_promise_survives_the_way_through_the_environment(accelerator_id, visible):
+    variable = "CUDA_VISIBLE_DEVICES" if visible else ""
+    promise = Promise(
+        device=3, node_id="0a1b", accelerator_id=accelerator_id, visible=visible, visible_variable=variable
+    )
+    again = Promise.from_json(promise.to_json())
+    assert again == promise
+    assert hash(again) == hash(promise)
+
+
+def test_a_promise_of_one_device_says_nothing_of_what_else_is_visible():
+    promise = Promise(device=3, node_id="0a1b", accelerator_id="1")
+    assert (promise.visible, promise.visible_variable) == ((), "")
 
 
 def test_placements_of_equal_jobs_are_equal():

@@ -55,6 +55,104 @@ def test_devices_that_model_parallelism_divides_are_accepted(job):
     check_job(place({"critic": [0, 1, 2, 3]}, facts), facts)
 
 
+# Layers of one process
+
+
+def spread_job(devices, facts, *roles):
+    """Checks a job whose roles' layers are spread."""
+    check_job(place(devices, facts, layouts=dict.fromkeys(roles, "device_map")), facts)
+
+
+def spread_refusal(devices, facts, *roles):
+    return refusal(check_job, place(devices, facts, layouts=dict.fromkeys(roles, "device_map")), facts)
+
+
+@pytest.mark.parametrize("role", ["actor", "ref", "critic"])
+def test_layers_over_three_devices_are_one_data_parallel_rank(role, job):
+    devices = {"actor": [0], "ref": [0], "critic": [0]} | {role: [0, 1, 2]}
+    engines = {name: EngineFacts(strategy="fsdp2", mini_batch_size=4) for name in ("actor", "critic")}
+    facts = job(engines=engines, train_batch_size=8)
+    assert "divides by 3" in job_refusal(devices, facts).expected
+    spread_job(devices, facts, role)
+
+
+def test_a_rank_that_has_all_samples_is_checked_against_its_micro_batch(job):
+    micro = MicroBatch(key="k", samples=4, of_step=False)
+    engines = {"critic": EngineFacts(strategy="fsdp2", mini_batch_size=6, micro_batches=(micro,))}
+    facts = job(engines=engines)
+    error = spread_refusal({"actor": [0], "critic": [1, 2]}, facts, "critic")
+    assert "the 6 samples that each of the 1 ranks of critic gets" in error.expected
+    assert error.remedy == "k=3"
+
+
+@pytest.mark.parametrize(
+    ("role", "key"),
+    [
+        ("actor", "actor_rollout_ref.actor.fsdp_config"),
+        ("ref", "actor_rollout_ref.ref.fsdp_config"),
+        ("critic", "critic.fsdp"),
+    ],
+)
+def test_a_spread_model_shares_its_sequences_with_no_other_rank(role, key, job):
+    engines = {role: EngineFacts(strategy="fsdp", model_parallel_size=2, mini_batch_size=24)}
+    error = spread_refusal({role: [0, 1]}, job(engines=engines), role)
+    assert error.subject == f"sharding.roles.{role}.layout=device_map"
+    assert "one rank" in error.expected
+    assert error.found == "ulysses_sequence_parallel_size=2"
+    remedy = f"{key}.ulysses_sequence_parallel_size=1, or sharding.roles.{role}.layout=fsdp"
+    assert error.remedy == remedy
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "torchtitan", "veomni"])
+def test_a_strategy_without_fsdp_spreads_no_layers(strategy, job):
+    facts = job(engines={"critic": EngineFacts(strategy=strategy, mini_batch_size=24)})
+    error = spread_refusal({"critic": [0, 1]}, facts, "critic")
+    assert error.subject == "sharding.roles.critic.layout=device_map"
+    assert error.expected == "strategy fsdp or fsdp2"
+    assert error.found == strategy
+    assert error.remedy == "sharding.roles.critic.layout=fsdp"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_both_strategies_of_fsdp_spread_layers(strategy, job):
+    facts = job(engines={"critic": EngineFacts(strategy=strategy, mini_batch_size=24)})
+    spread_job({"critic": [0, 1]}, facts, "critic")
+
+
+def test_other_roles_keep_their_strategy_and_their_sequence_parallel_ranks(job):
+    engines = {
+        "actor": EngineFacts(strategy="megatron", model_parallel_size=2, mini_batch_size=24),
+        "ref": EngineFacts(strategy="fsdp2", model_parallel_size=2),
+    }
+    spread_job({"actor": [0, 1], "ref": [2, 3], "critic": [0, 1]}, job(engines=engines), "critic")
+
+
+def test_a_rollout_server_of_two_ranks_does_not_fit_the_one_process_of_a_spread_actor(job):
+    facts = job(("actor",), rollout=ServerFacts(name="vllm", ranks_per_replica=2))
+    error = spread_refusal({"actor": [2, 3]}, facts, "actor")
+    assert error.subject == TP
+    assert "there is one, on device 2" in error.expected
+    assert error.found == "2"
+    assert error.remedy == f"{TP}=1, or sharding.roles.actor.layout=fsdp"
+    check_job(place({"actor": [2, 3]}, facts), facts)
+
+
+def test_a_rollout_server_of_two_ranks_goes_with_a_critic_that_is_spread(job):
+    facts = job(rollout=ServerFacts(name="vllm", ranks_per_replica=2))
+    spread_job({"actor": [0, 1], "critic": [2, 3]}, facts, "critic")
+
+
+def test_a_rollout_server_of_one_rank_fits_a_spread_actor(job):
+    facts = job(("actor",))
+    spread_job({"actor": [0, 1]}, facts, "actor")
+
+
+def test_rollout_on_devices_of_its_own_may_have_any_size_beside_a_spread_actor(job):
+    server = ServerFacts(name="vllm", ranks_per_replica=2, own_devices=2)
+    facts = job(("actor",), mode="separate_async", hybrid_rollout=False, rollout=server)
+    spread_job({"actor": [0, 1]}, facts, "actor")
+
+
 # Batches
 
 

@@ -150,12 +150,17 @@ def test_settings_of_other_roles_are_refused_with_the_block_that_sft_reads(prepa
     [
         "sharding.placement.timeout_s=9",
         f"{ACTOR}.layout=device_map",
-        "sharding.guards.token_ids=mask",
+        "sharding.guards.reward_length=error",
         "sharding.fit=report",
     ],
 )
 def test_what_nothing_in_sft_acts_on_is_refused(prepare, setting):
     assert refusal(prepare, setting).subject == setting.partition("=")[0]
+
+
+def test_guards_reach_the_engine(prepare):
+    plan, _ = prepare("sharding.guards.token_ids=mask", "sharding.guards.align_inputs=false")
+    assert (plan.spec.guards.token_ids, plan.spec.guards.align_inputs) == ("mask", False)
 
 
 @pytest.mark.parametrize("setting", [f"{ACTOR}.layout=fsdp", "sharding.fit=off", "sharding.communication.p2p=false"])

@@ -9,12 +9,17 @@ from verl_ext_sharding.placement.job import EngineFacts, ServerFacts
 from verl_ext_sharding.placement.table import placement_table
 
 
-def rows(devices, facts):
-    return {row.role: row for row in placement_table(place(devices, facts), facts).rows}
+def rows(devices, facts, *spread):
+    return {row.role: row for row in shown(devices, facts, *spread).rows}
 
 
-def notes(devices, facts):
-    return placement_table(place(devices, facts), facts).notes
+def notes(devices, facts, *spread):
+    return shown(devices, facts, *spread).notes
+
+
+def shown(devices, facts, *spread):
+    """The table of a job; layers of the roles `spread` lie on the devices of one process."""
+    return placement_table(place(devices, facts, layouts=dict.fromkeys(spread, "device_map")), facts)
 
 
 def test_each_role_has_a_row_and_rollout_comes_after_the_actor(job):
@@ -73,7 +78,51 @@ def test_rows_of_reward_and_teacher_name_their_servers(job):
     assert (found["teacher"].engine, found["teacher"].ranks) == ("vllm", "1 server x 2")
 
 
+# Layers of one process
+
+
+def test_a_spread_role_has_one_rank_and_its_layout_as_engine(job):
+    found = rows({"actor": [0, 1], "critic": [2, 3]}, job(), "critic")
+    critic, actor = found["critic"], found["actor"]
+    assert (critic.engine, critic.devices, critic.ranks) == ("device_map", (2, 3), "1 dp, layers over 2")
+    assert (actor.engine, actor.devices, actor.ranks) == ("fsdp2", (0, 1), "2 dp")
+
+
+def test_a_spread_role_keeps_its_worker_class(job):
+    engines = {"critic": EngineFacts(strategy="fsdp2", worker_class="TrainingWorker")}
+    assert rows({"critic": [2, 3]}, job(engines=engines), "critic")["critic"].worker_class == "TrainingWorker"
+
+
+def test_layers_over_one_device_are_not_called_spread(job):
+    critic = rows({"critic": [2]}, job(), "critic")["critic"]
+    assert (critic.engine, critic.ranks) == ("device_map", "1 dp")
+
+
+def test_rollout_of_a_spread_actor_is_one_server_on_its_first_device(job):
+    rollout = rows({"actor": [1, 2], "critic": [0], "ref": [2]}, job(), "actor")["rollout"]
+    assert (rollout.engine, rollout.devices, rollout.ranks, rollout.shares) == ("vllm", (1,), "1 server x 1", "actor")
+
+
+def test_a_role_on_the_other_devices_of_a_spread_actor_shares_with_it_and_not_with_rollout(job):
+    found = rows({"actor": [0, 1], "critic": [1]}, job(), "actor")
+    assert found["critic"].shares == "actor, ref"
+    assert found["actor"].shares == "ref, rollout [0], critic [1]"
+
+
 # Notes
+
+
+def test_a_rollout_on_the_first_device_of_a_spread_actor_is_noted(job):
+    assert "rollout uses 1 of 2 devices [0]" in "\n".join(notes({}, job(devices=2), "actor", "critic"))
+
+
+def test_devices_that_a_spread_role_has_are_not_idle(job):
+    assert not any("no role uses" in note for note in notes({"actor": [0, 1], "critic": [2, 3]}, job(), "critic"))
+
+
+def test_a_spread_and_a_sharded_role_on_the_same_devices_are_two_processes(job):
+    text = "\n".join(notes({}, job(devices=2), "critic"))
+    assert "devices [0,1]: 2 processes (actor+ref, critic), with the memory of all of them" in text
 
 
 def test_a_rollout_on_a_part_of_the_devices_is_noted_with_the_numbers(job):

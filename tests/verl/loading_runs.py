@@ -303,7 +303,7 @@ def resume(case: Case, rank: int, card: Card, folder: Path) -> dict[str, Any]:
 
 
 def resume_parts(rank: int, folder: Path) -> dict[str, Any]:
-    """What each choice of `load_contents` brings, and the error of a checkpoint of other ranks."""
+    """What each choice of `load_contents` brings, and the error of a checkpoint whose other files are missing."""
     import torch
 
     case = RESUMED[0]

@@ -20,11 +20,13 @@ class LayerSpread:
         device_map: "auto", "balanced", "balanced_low_0", "sequential", or `{module: place}`.
         devices: Device numbers of the job, in the order of the places.
         reserved_bytes: What other roles keep on each of these devices while this one runs; empty: nothing.
+        device_bytes: What may be used of a device (`sharding.memory`); None: all that is free.
     """
 
     device_map: str | dict[str, Any] = "auto"
     devices: tuple[int, ...] = ()
     reserved_bytes: tuple[int, ...] = ()
+    device_bytes: int | None = None
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -97,6 +99,8 @@ def handled_keys(request: ShardingConfig) -> Iterator[str]:
             "offload.optimizer": measures.optimizer_per_step,
         }
         yield from (f"{prefix}.{name}" for name, value in names.items() if value)
-    for role in ENGINE_ROLES:
-        if getattr(request.roles, role).layout == "device_map":
-            yield from (f"sharding.roles.{role}.layout", f"sharding.roles.{role}.device_map")
+    spread = [role for role in ENGINE_ROLES if getattr(request.roles, role).layout == "device_map"]
+    for role in spread:
+        yield from (f"sharding.roles.{role}.layout", f"sharding.roles.{role}.device_map")
+    if spread and request.memory.gpu_gib is not None:
+        yield from ("sharding.memory.gpu_gib", "sharding.memory.headroom")

@@ -128,6 +128,14 @@ def _refuse_placement(request: ShardingConfig) -> None:
             consequence="the run does not start",
             remedy=f"remove {_PREFIX}.devices, and choose devices with CUDA_VISIBLE_DEVICES before torchrun",
         )
+    if request.roles.actor.layout == "device_map":
+        raise ConfigError(
+            f"{_PREFIX}.layout",
+            expected="fsdp in SFT, whose launcher starts one process for each device",
+            found="device_map, for which one process must see all devices of the model",
+            consequence="the run does not start",
+            remedy=f"remove {_PREFIX}.layout; {_PREFIX}.offload.params=true needs less of each device",
+        )
     for key, value in request.changed().items():
         if key.startswith("sharding.placement."):
             raise ConfigError(

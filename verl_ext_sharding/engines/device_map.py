@@ -94,7 +94,7 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
             device_numbers=self.spread.devices,
             dtype=dtype,
             needs=DeviceNeeds(
-                memory_bytes=_free_bytes(self.devices, self.spread.reserved_bytes),
+                memory_bytes=_free_bytes(self.devices, self.spread),
                 extra_bytes_per_parameter=(1 + _STATES) * dtype.itemsize if trains else 0.0,
             ),
         )
@@ -119,6 +119,10 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
         alignment.apply(module, output_device=self.devices[0])
         self.applied["layers"] = ", ".join(f"{row.modules}: {row.place}" for row in self.rows())
         return module
+
+    def _layers_device_type(self) -> str:
+        on_host = HOST in self.layer_map.modules.values()  # compiling for a CPU takes minutes and is asked for by hand
+        return "cpu" if on_host else super()._layers_device_type()
 
     def device_of(self, place: Place) -> torch.device:
         """The device of a place of the map."""
@@ -263,14 +267,16 @@ def _devices(count: int) -> tuple[torch.device, ...]:
     return tuple(torch.device(platform.device_name, index) for index in range(count))
 
 
-def _free_bytes(devices: tuple[torch.device, ...], reserved: tuple[int, ...]) -> tuple[int, ...] | None:
-    """What the role may use of each device: what is free, and of the whole what others need not keep."""
+def _free_bytes(devices: tuple[torch.device, ...], spread: LayerSpread) -> tuple[int, ...] | None:
+    """What the role may use of each device: what is free now, and of what it may use at all, what others need not keep."""
+    reserved = spread.reserved_bytes or (0,) * len(devices)
     if devices[0].type == "cpu":
-        return None
+        whole = spread.device_bytes
+        return None if whole is None else tuple(max(0, whole - kept) for kept in reserved)
     found = []
-    for index, device in enumerate(devices):
+    for device, kept in zip(devices, reserved, strict=True):
         free, total = torch.get_device_module(device.type).mem_get_info(device)
-        found.append(max(0, min(free, total - (reserved[index] if reserved else 0))))
+        found.append(max(0, min(free, min(total, spread.device_bytes or total) - kept)))
     return tuple(found)
 
 

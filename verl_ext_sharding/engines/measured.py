@@ -91,16 +91,19 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin):
 
     def _apply_measures(self, module: torch.nn.Module) -> None:
         """Checkpointing and activation offload, of a model that is not sharded yet."""
-        device_type = get_platform().device_name
         policy = parse_policy(self.measures.checkpointing)
         if policy is not None:
-            policy.apply(module, device_type=device_type)
+            policy.apply(module, device_type=self._layers_device_type())
         if self._offloads_activations():
-            ActivationOffload().apply(module, device_type=device_type)
+            ActivationOffload().apply(module, device_type=get_platform().device_name)
         recompute = checkpointing.applied(module)
         if recompute is not None:
             because = f" ({recompute.reason})" if recompute.reason else ""
             self.applied["gradient checkpointing"] = f"{recompute.policy.name}, {recompute.effect}{because}"
+
+    def _layers_device_type(self) -> str:
+        """What layers run on, by which policies decide whether to compile them."""
+        return get_platform().device_name
 
     def _build_optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = super()._build_optimizer(module)  # type: ignore[misc]

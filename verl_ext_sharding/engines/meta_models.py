@@ -27,14 +27,14 @@ def meta_model(
     Raises:
         ConfigError: The installed transformers does not know the model, or it has no value head of its own.
     """
+    from verl.utils.model import get_hf_auto_model_class  # its import computes, which nothing below does
+
     check_transformers(hf_config, role=role)
     config = copy.deepcopy(hf_config)
     with init_empty_weights(include_buffers=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if model_type == "value_model":
             return _value_model(config, role, trust_remote_code)
-        from verl.utils.model import get_hf_auto_model_class
-
         auto_class = get_hf_auto_model_class(hf_config=config)
         model: torch.nn.Module = auto_class.from_config(config, trust_remote_code=trust_remote_code)
         return model

@@ -85,7 +85,11 @@ def _reserved_row(role: str, count: int, facts: JobFacts) -> RoleRow:
 def _worker_class(role: str, facts: JobFacts) -> str:
     if role in facts.engines:
         return facts.engines[role].worker_class
-    return "rollout server" if role == "rollout" else "CheckpointEngineWorker"
+    if role == "rollout":
+        return "rollout server"
+    server = facts.servers.get(role)
+    ours = role == "reward" and server is not None and server.name == "hf"
+    return "HFRewardServer" if ours else "CheckpointEngineWorker"
 
 
 def _engine(role: str, facts: JobFacts) -> str:

@@ -193,6 +193,7 @@ def _row(role: str, rank: int, answer: dict[str, Any]) -> dict[str, Any]:
         "device": promise.device if promise else None,
         "node": answer["node"],
         "accelerator": answer["accelerator_id"],
+        "visible": answer["visible_devices"],
         "worker": answer["worker_classes"][part],
         "engine": answer["engines"][part],
         "pid": answer["pid"],
