@@ -181,6 +181,9 @@ def mark_lengths_dynamic(name: str, value: Any) -> None:
 class CompiledVariant(Variant):
     """Runs a layer compiled under one activation budget.
 
+    Layers on several devices are compiled for each of them apart: all graphs of one code count against one limit, which
+    the devices of a device map alone would reach.
+
     Args:
         share: Share (0..1) of the activations that may be kept.
     """
@@ -189,9 +192,16 @@ class CompiledVariant(Variant):
 
     def __init__(self, share: float) -> None:
         self.backend = BudgetBackend(share)
-        self._call = torch.compile(_own_code(f"layer_{next(_numbers)}_share_{share:g}"), backend=self.backend)
+        self._calls: dict[torch.device | None, Forward] = {}
+
+    def _call_on(self, device: torch.device | None) -> Forward:
+        if device not in self._calls:
+            code = _own_code(f"layer_{next(_numbers)}_share_{self.backend.share:g}")
+            self._calls[device] = torch.compile(code, backend=self.backend)
+        return self._calls[device]
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._call_on(next((v.device for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None))
         for value in args:
             mark_lengths_dynamic("", value)
         for name, value in kwargs.items():
@@ -199,8 +209,8 @@ class CompiledVariant(Variant):
         if self.backend.at_limit:
             # beyond its limit the compiler silently runs the layer as it is, and the memory bound is gone: raise instead
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-                return self._call(forward, *args, **kwargs)
-        return self._call(forward, *args, **kwargs)
+                return call(forward, *args, **kwargs)
+        return call(forward, *args, **kwargs)
 
 
 class CompiledRecompute(Recompute):
