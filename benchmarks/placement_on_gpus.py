@@ -2,7 +2,7 @@
 
     python benchmarks/placement_on_gpus.py                      # every layout that fits the GPUs there are
     python benchmarks/placement_on_gpus.py --layouts split,hf --model 1.5B --steps 3
-    python benchmarks/placement_on_gpus.py --layouts stock,measures --pin    # each on a GPU of its own, at once
+    python benchmarks/placement_on_gpus.py --layouts plain,measures --pin    # each on a GPU of its own, at once
 
 A random Qwen2 of a real shape (nothing is downloaded), a rule reward, one job after the other (`--parallel`: all at
 once, which only makes sense where every layout is to be seen working, not timed). One table last.
@@ -51,7 +51,7 @@ LAYOUTS: dict[str, dict[str, list[int]]] = {
     "spread": {"actor": [0, 1], "critic": [0, 1], "ref": [1]},
     "one": {"actor": [0], "critic": [0], "ref": [0]},
     "hf": {"actor": [0], "critic": [0], "ref": [0]},
-    "stock": {},
+    "plain": {},
     "measures": {},
 }
 EXTRA = {
@@ -71,17 +71,16 @@ EXTRA = {
         for line in lines
     ],
 }
-"""`spread`: the layers of actor and critic over both GPUs. `stock`: verl without the plugin, on one GPU. `measures`: the same
-with memory measures for each role."""
-ON_ONE_GPU = ("stock", "measures")
+"""`spread`: the layers of actor and critic over both GPUs. `plain`: verl's own settings on one GPU (stock verl itself loads no critic
+without flash-attn). `measures`: the same with memory measures for each role."""
+ON_ONE_GPU = ("plain", "measures")
 PHASES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights")
 
 
 def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Namespace) -> list[str]:
     """verl's overrides for one layout."""
-    plugin = [] if layout == "stock" else ["trainer.plugin=sharding"]
     lines = [
-        *plugin,
+        "trainer.plugin=sharding",
         "trainer.nnodes=1",
         f"trainer.n_gpus_per_node={gpus}",
         f"trainer.total_training_steps={args.steps}",

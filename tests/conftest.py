@@ -1,8 +1,25 @@
-"""Fixtures that several folders share. Nothing here imports torch, ray or verl."""
+"""Fixtures that several folders share, and how tests are spread over processes. Nothing here imports torch, ray or verl."""
 
 import pytest
 
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts, ServerFacts
+
+SHARED_RUNS = ("test_placement_runs", "test_spread_runs")
+"""Modules that look at the same trainer runs, which are fixtures of the session and so of one process."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """With pytest-xdist: a module stays in one process, and those with trainer runs, which take longest, start first."""
+    if not getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: (item.get_closest_marker("verl") is None, _group(item) != "shared_runs"))
+
+
+def _group(item):
+    module = item.module.__name__.rpartition(".")[2]
+    return "shared_runs" if module in SHARED_RUNS else module
 
 
 def _job(roles=("actor", "ref", "critic"), *, nodes=1, devices=4, engines=None, **fields):

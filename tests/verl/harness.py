@@ -6,13 +6,19 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from verl_ext_sharding.demo import assets, command
 from verl_ext_sharding.monitor import events
 
 TIMEOUT_S = 900
+
+RUN = "VERL_SHARDING_TEST_RUN"
+"""Variable by which the processes of one run are told from those of others."""
 
 NOISE = 5e-7
 """fp32 rounding of sums that are zero in exact arithmetic, such as mean advantages."""
@@ -64,9 +70,7 @@ def base_overrides(steps: int, num_devices: int = 4) -> list[str]:
     return [line for line in lines if not line.startswith("sharding.roles.")]
 
 
-def run_trainer(
-    folder: Path, overrides: list[str], env: dict[str, str] | None = None, live: Path | None = None
-) -> Job:
+def run_trainer(folder: Path, overrides: list[str], env: dict[str, str] | None = None, live: Path | None = None) -> Job:
     """Runs `python -m verl.trainer.main_ppo` and waits for it.
 
     Args:
@@ -106,6 +110,27 @@ def run_trainer(
         metrics=read_metrics(metrics),
         events=[event for line in output.splitlines() if (event := events.parse(line))],
     )
+
+
+def processes_of(run: str) -> list[int]:
+    """Processes that live and carry a run's value of `RUN`."""
+    return [process.pid for process in psutil.process_iter() if _carries(process, run)]
+
+
+def left_by(run: str) -> list[int]:
+    """Processes of a run that are still there once they had time to end."""
+    for _ in range(60):
+        if not processes_of(run):
+            break
+        time.sleep(0.5)
+    return processes_of(run)
+
+
+def _carries(process: psutil.Process, run: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(RUN) == run
+    except psutil.Error:
+        return False
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:

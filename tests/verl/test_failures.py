@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -26,9 +25,9 @@ def broken_critic(tmp_path_factory):
     shutil.copytree(harness.files().critic, critic)
     (critic / "model.safetensors").write_bytes(b"not a model")
     lines = [line for line in harness.base_overrides(1) if not line.startswith("critic.model.path")]
-    before = _ray_processes()
-    job = harness.run_trainer(folder, [*lines, *placed(actor=[0], critic=[2]), f"critic.model.path={critic}"])
-    return job, _new_processes(before)
+    lines = [*lines, *placed(actor=[0], critic=[2]), f"critic.model.path={critic}"]
+    job = harness.run_trainer(folder, lines, env={harness.RUN: str(folder)})
+    return job, harness.left_by(str(folder))
 
 
 def test_a_worker_that_fails_in_set_up_ends_the_run_with_its_reason(broken_critic):
@@ -47,8 +46,7 @@ def test_a_failed_run_leaves_no_process_behind(broken_critic):
 def interrupted_demo(tmp_path_factory):
     """`verl-sharding demo`, interrupted while its workers start."""
     cache = tmp_path_factory.mktemp("cache")
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
-    before = _ray_processes()
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", harness.RUN: str(cache)}
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     demo = subprocess.Popen(
         [sys.executable, "-m", "verl_ext_sharding.cli.main", "demo", "--device", "cpu", "--verbose"],
@@ -67,9 +65,10 @@ def interrupted_demo(tmp_path_factory):
     else:
         pytest.fail("the demo ended before its workers started: " + "".join(seen[-30:]))
     started = {p.pid for p in psutil.Process(demo.pid).children(recursive=True)}
+    assert len(harness.processes_of(str(cache))) > 5  # the value reaches Ray's processes
     demo.send_signal(signal.SIGINT)
     rest, _ = demo.communicate(timeout=120)
-    result = demo.returncode, rest, started, _new_processes(before), bystander.poll()
+    result = demo.returncode, rest, started, harness.left_by(str(cache)), bystander.poll()
     bystander.kill()
     bystander.wait()
     return result
@@ -97,22 +96,3 @@ def _is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _ray_processes() -> set[int]:
-    found = set()
-    for process in psutil.process_iter(["cmdline"]):
-        text = " ".join(process.info["cmdline"] or [])
-        if "ray::" in text or "raylet" in text or "gcs_server" in text:
-            found.add(process.pid)
-    return found
-
-
-def _new_processes(before: set[int]) -> list[int]:
-    """Ray processes that were not there before, once they had time to end."""
-    for _ in range(60):
-        left = [pid for pid in _ray_processes() - before if _is_alive(pid)]
-        if not left:
-            return []
-        time.sleep(0.5)
-    return left
