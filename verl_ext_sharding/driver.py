@@ -216,9 +216,7 @@ def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: 
     render.show_changes(plan.changes)
     render.show_placement(plan.table)
     for role, layer_map in plan.maps.items():
-        render.show_layers(
-            role, layer_plans.planned_rows(role, layer_map, lora=plan.facts.ref_in_actor), layer_map.notes
-        )
+        render.show_layers(role, layer_plans.planned_rows(config, layer_map), layer_map.notes)
     events.emit("stage", name="ray")
     return original(config, task_runner_class=TaskRunnerGate(task_runner_class, plan, config))
 

@@ -16,6 +16,9 @@ BUNDLE = "VERL_SHARDING_BUNDLE"
 EVENTS = "VERL_SHARDING_EVENTS"
 """Set to 1 to have `monitor.events` written to standard output, for tools that follow a run."""
 
+COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Set to 1, torch asks NVML whether there is a GPU, and CUDA, which reads its visible devices once, starts later."""
+
 VERL_PLATFORM = "VERL_PLATFORM"
 VERL_PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
 

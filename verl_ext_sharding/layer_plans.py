@@ -78,7 +78,7 @@ def plan_spread(
     spread = spread_roles(request, placement)
     if not spread:
         return {}, {}
-    models = {role: _model(config, role) for role in facts.engines}
+    models = {role: _model(config, role, valued=role == "critic" and role in spread) for role in facts.engines}
     kept = {role: _kept_bytes(config, role, models[role], placement) for role in facts.engines}
     maps = {}
     for role, layers in spread.items():
@@ -99,9 +99,17 @@ def plan_spread(
     return spread, maps
 
 
-def planned_rows(role: str, layer_map: LayerMap, *, lora: bool) -> tuple[LayerRow, ...]:
+def uses_lora(config: DictConfig, role: str) -> bool:
+    """Whether a role trains adapters alone."""
+    block = OmegaConf.select(config, _MODEL[role])
+    ranks = (block.get("lora_rank", 0), OmegaConf.select(block, "lora.rank", default=0))
+    return any(int(rank or 0) > 0 for rank in ranks) or block.get("lora_adapter_path", None) is not None
+
+
+def planned_rows(config: DictConfig, layer_map: LayerMap) -> tuple[LayerRow, ...]:
     """The map as a table; a reference and a base model under LoRA have neither gradients nor optimizer states."""
-    return rows(layer_map, num_states=0 if role == "ref" or lora else 1 + _ADAM_STATES)
+    role = layer_map.role
+    return rows(layer_map, num_states=0 if role == "ref" or uses_lora(config, role) else 1 + _ADAM_STATES)
 
 
 def _device_bytes(request: ShardingConfig) -> int | None:
@@ -132,8 +140,8 @@ def _map(config: DictConfig, role: str, model: Any, layers: LayerSpread) -> Laye
     )
 
 
-def _model(config: DictConfig, role: str) -> Any:
-    """A role's model on meta, or None where the driver can't read its config."""
+def _model(config: DictConfig, role: str, *, valued: bool) -> Any:
+    """A role's model on meta, with a value head if asked for, or None where the driver can't read its config."""
     from transformers import AutoConfig
 
     from verl_ext_sharding.engines.meta_models import meta_model
@@ -148,9 +156,9 @@ def _model(config: DictConfig, role: str) -> Any:
         return None
     for key, value in _overridden(block).items():
         setattr(hf_config, key, value)
-    model_type = "value_model" if role == "critic" else "language_model"
+    model_type = "value_model" if valued else "language_model"
     model = meta_model(hf_config, role=role, model_type=model_type, trust_remote_code=trust)
-    if int(block.get("lora_rank", 0) or 0) > 0:
+    if uses_lora(config, role):
         model.requires_grad_(False)
     return model
 

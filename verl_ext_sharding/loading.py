@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SAME_DEVICES = {"HIP_VISIBLE_DEVICES"}
+"""Variables that verl compares with CUDA_VISIBLE_DEVICES where they are set (ROCm)."""
+
 
 def load() -> None:
     """Registers everything for this process. Importing verl must be under way or done.
@@ -64,10 +67,11 @@ def install_for_roles(run: RunSpec) -> None:
 
 
 def show_devices() -> None:
-    """Lets a process that spreads a model see all devices of its role; nothing has counted devices yet.
+    """Lets a process that spreads a model see all devices of its role.
 
-    Ray shows a process the device of its bundle. Another value in the process's own environment before it starts would
-    change how Ray counts devices there.
+    Ray shows a process the device of its bundle, and counts devices otherwise if the process is started with another
+    value. So the value changes here, before CUDA starts: verl has asked whether there is a GPU by now, which goes by NVML
+    in such a process (`envs.COUNT_BY_NVML`). The engine then makes sure that it can use each device.
     """
     promised = os.environ.get(envs.BUNDLE)
     if promised:
@@ -75,7 +79,8 @@ def show_devices() -> None:
 
         promise = Promise.from_json(promised)
         if promise.visible:
-            os.environ[promise.visible_variable] = ",".join(promise.visible)
+            for variable in {promise.visible_variable, *_SAME_DEVICES & os.environ.keys()}:
+                os.environ[variable] = ",".join(promise.visible)
 
 
 def _refuse_several_drivers() -> None:

@@ -158,7 +158,7 @@ def test_an_empty_list_is_refused_with_null_as_the_way_out(spec):
 @pytest.mark.parametrize(
     "spec",
     ["", "x", "cuda", "cuda:", "2-", "-1", "1-2-3", "1;2", "0..3", 1.0, [1.5], True, [True], [None], object()],
-    ids=str,
+    ids=lambda spec: type(spec).__name__ if type(spec) is object else str(spec),
 )
 def test_what_is_no_device_list_is_refused_with_the_forms_that_are(spec):
     error = refusal(spec)

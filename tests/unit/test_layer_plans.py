@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shlex
+from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
@@ -163,7 +164,7 @@ def kept(compose):
     from verl_ext_sharding.config.facts import job_facts
 
     config = compose(*job())
-    facts, model = job_facts(config), layer_plans._model(config, "actor")
+    facts, model = job_facts(config), layer_plans._model(config, "actor", valued=False)
 
     def found(role, layout, **settings):
         changed = copy.deepcopy(config)
@@ -280,8 +281,11 @@ def test_json_without_a_spread_role_has_no_layers(capsys):
     assert json.loads(capsys.readouterr().out)["layers"] == []
 
 
-@pytest.mark.parametrize(("role", "lora", "copies"), [("actor", False, 4), ("ref", False, 1), ("actor", True, 1)])
-def test_only_what_trains_has_gradients_and_states_in_the_table(role, lora, copies, planned):
+@pytest.mark.parametrize(
+    ("role", "rank", "copies"), [("actor", 0, 4), ("ref", 0, 1), ("actor", 8, 1), ("critic", 0, 4)]
+)
+def test_only_what_trains_has_gradients_and_states_in_the_table(role, rank, copies, planned, compose):
     layer_map = planned(*SPREAD_ACTOR, "sharding.roles.critic.devices=[2]").maps["actor"]
-    shown = layer_plans.planned_rows(role, layer_map, lora=lora)
+    config = compose(*job(), f"actor_rollout_ref.model.lora_rank={rank}")
+    shown = layer_plans.planned_rows(config, replace(layer_map, role=role))
     assert {row.training_bytes for row in shown} == {copies * row.num_bytes for row in shown}

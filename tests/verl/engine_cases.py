@@ -58,6 +58,7 @@ class Case:
 
 PADDED = {"use_remove_padding": False}
 LORA = {"lora_rank": 8, "lora_alpha": 16}
+MERGED = LORA | {"lora": {"merge": True}}
 VERLS_OFFLOAD = {"enable_gradient_checkpointing": True, "enable_activation_offload": True}
 EAGER = {"override_config": {"attn_implementation": "eager"}}
 
@@ -190,6 +191,10 @@ def _spread() -> list[Case]:
         Case(name="bf16", model=PADDED, engine=bf16),
         Case(name="spread_bf16", measures=RoleMeasures(layers=layers), model=PADDED, engine=bf16, like="bf16"),
         Case(name="spread_lora", measures=RoleMeasures(layers=layers, **full), model=LORA, like="lora", size=LARGE),
+        Case(name="merged", measures=RoleMeasures(**full), model=MERGED, size=LARGE),
+        Case(
+            name="spread_merged", measures=RoleMeasures(layers=layers, **full), model=MERGED, like="merged", size=LARGE
+        ),
         Case(name="spread_all", measures=replace(ALL, layers=layers), like="large", size=LARGE),
         Case(
             name="spread_critic",

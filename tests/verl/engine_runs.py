@@ -284,9 +284,9 @@ class Run:
             for name, value in state.items()
         }
 
-    def exported(self) -> list[str]:
-        """Names under which the rollout gets the weights."""
-        return sorted(name for name, _ in self.engine.get_per_tensor_param()[0])
+    def exported(self) -> dict[str, Any]:
+        """The weights that the rollout gets."""
+        return {name: value.clone() for name, value in self.engine.get_per_tensor_param()[0]}
 
 
 def _config(case: Case) -> Any:
@@ -358,7 +358,8 @@ def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Pat
             tensors |= {"weights": run.weights(), "inferred afterwards": run.infer()}
             if case.model.get("lora_rank"):  # the reference of a run with LoRA
                 tensors["inferred without adapter"] = run.infer(no_lora_adapter=True)
-            found |= {"exported": run.exported(), "parameter_bytes": run.parameter_bytes()}
+            tensors["exported"] = run.exported()
+            found |= {"exported": sorted(tensors["exported"]), "parameter_bytes": run.parameter_bytes()}
             found["optimizer_bytes"] = run.optimizer_bytes()
         theirs = run.worker.model_config
         found["shared"] = {"attention": theirs.hf_config._attn_implementation, "fused": theirs.use_fused_kernels}

@@ -31,6 +31,14 @@ EXACT = [
     "lora_full_offload",
     "critic_all",
     "ref_verls_keys",
+    "spread",
+    "spread_explicit",
+    "spread_tied",
+    "spread_offload",
+    "spread_bf16",
+    "spread_lora",
+    "spread_critic",
+    "spread_ref",
 ]
 """Cases that only recompute or move what their reference computes."""
 
@@ -70,7 +78,10 @@ def test_what_only_recomputes_or_moves_changes_no_bit_of_losses_gradients_weight
 
 @each(CLOSE)
 def test_what_computes_in_another_order_agrees_to_one_in_a_hundred_thousand(case, runs):
-    assert max(runs[case.name]["difference"].values()) < 1e-5
+    differences = dict(runs[case.name]["difference"])
+    if case.name == "spread_merged":
+        assert differences.pop("exported") < 5e-3  # verl sends merged weights in bfloat16
+    assert max(differences.values()) < 1e-5
     for key in ("loss", "grad_norm"):
         assert steps(runs, case.name, key) == pytest.approx(steps(runs, case.like, key), rel=1e-5)
 
@@ -291,16 +302,6 @@ def test_a_saved_config_names_no_attention_that_only_this_package_has(runs):
 
 
 # One process with the layers on several devices
-
-
-SPREAD = [case for case in CASES if case.measures.layers is not None]
-
-
-@pytest.mark.parametrize("case", SPREAD, ids=[case.name for case in SPREAD])
-def test_a_role_with_its_layers_spread_computes_and_trains_as_with_fsdp2(case):
-    differences = engine_runs.results(1)[case.name]["difference"]
-    limit = 1e-5 if case.name == "spread_all" else 0.0  # log-probs are summed in another order there
-    assert {kind: value for kind, value in differences.items() if value > limit} == {}
 
 
 def test_a_checkpoint_of_fsdp2_resumes_with_the_layers_spread():

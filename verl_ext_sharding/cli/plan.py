@@ -41,9 +41,7 @@ def run(*, overrides: Sequence[str], config_name: str, config_path: str | None, 
     render.show_changes(plan.changes)
     render.show_placement(plan.table)
     for role, layer_map in plan.maps.items():
-        render.show_layers(
-            role, layer_plans.planned_rows(role, layer_map, lora=plan.facts.ref_in_actor), layer_map.notes
-        )
+        render.show_layers(role, layer_plans.planned_rows(config, layer_map), layer_map.notes)
     return 0
 
 

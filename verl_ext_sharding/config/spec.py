@@ -75,6 +75,11 @@ class RunSpec:
             fields["reward"] = RewardServerSettings.from_dict(fields["reward"])
         return cls(placement=placement, measures=measures, guards=guards, **fields)
 
+    @property
+    def on_ray(self) -> bool:
+        """Whether roles run in Ray's workers, whose metrics verl's trainer aggregates; SFT logs them as they come."""
+        return self.bundle_cpus > 0
+
     def digest(self) -> str:
         """A short hash by which nodes compare what they were given."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]

@@ -149,8 +149,9 @@ class HostCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc, unused
         if is_non_local(folder) or os.path.exists(own):
             files.append(copy_to_local(own))
             saved = load_on_host(files[-1])
-            # with one rank both layouts write files of the same name, and FSDP1 its own kind
-            if self.world_size > 1 or kind == "extra_state" or fsdp_version(self.model) == 1:
+            # with one rank, both layouts write files of the same name
+            ours = fsdp_version(self.model) == 1 or reshard.is_sharded(saved) == (fsdp_version(self.model) == 2)
+            if self.world_size > 1 or kind == "extra_state" or ours:
                 return saved
             parts = [saved]
         else:

@@ -18,6 +18,7 @@ from verl.utils.fsdp_utils import normalize_peft_param_name
 from verl.utils.model import convert_weight_keys
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import BaseEngine
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from verl_ext_sharding.config.measures import LayerSpread
 from verl_ext_sharding.engines.measured import MeasuredEngineMixin
@@ -30,6 +31,9 @@ from verl_ext_sharding.training.layer_map import DeviceNeeds, plan_layers
 
 logger = logging.getLogger(__name__)
 
+_GROWTH_INTERVAL = 400
+"""Steps between growths of the loss scale, as verl has them for FSDP."""
+
 _STATES = 2
 """Tensors that AdamW keeps for each parameter, in the parameter's dtype."""
 
@@ -40,6 +44,7 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
     optimizer: torch.optim.Optimizer | None
     checkpoint_manager: Any
     _is_lora: bool
+    _qat_enabled: bool
     layer_map: LayerMap
     homes: dict[str, torch.device]
     """Device of each parameter and buffer while the model is in use."""
@@ -55,16 +60,43 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
                 consequence="the run stops before the model loads",
                 remedy=f"sharding.roles.{self.role}.layout=fsdp shards the model over the ranks",
             )
-        if self.engine_config.offload_policy:
-            raise ConfigError(
-                f"offload_policy of {self.role}",
-                expected="False with layout=device_map: it is a policy of FSDP2",
-                found="True",
-                consequence="the run stops before the model loads",
-                remedy=f"sharding.roles.{self.role}.offload.params=true sharding.roles.{self.role}.offload.optimizer=true",
-            )
+        for setting, on, remedy in self._impossible():
+            if on:
+                raise ConfigError(
+                    f"sharding.roles.{self.role}.layout=device_map",
+                    expected=f"no {setting}",
+                    found="both",
+                    consequence="the run stops before the model loads",
+                    remedy=remedy,
+                )
         self.spread = self.measures.layers or LayerSpread(devices=tuple(range(get_platform().device_count())))
         self.devices = _devices(len(self.spread.devices))
+
+    def _impossible(self) -> Iterator[tuple[str, bool, str]]:
+        """Settings of verl that an unsharded model over several devices can't honour: name, whether it is on, remedy."""
+        key, engine, model = f"sharding.roles.{self.role}", self.engine_config, self.model_config
+        trains = not engine.forward_only
+        yield (
+            "offload_policy, which is FSDP2's",
+            bool(engine.offload_policy),
+            f"{key}.offload.params=true {key}.offload.optimizer=true",
+        )
+        yield (
+            "use_fused_kernels of verl, which read the head's weight where the last layer is",
+            bool(engine.use_fused_kernels) and self.measures.logits is None,
+            f"{key}.logits=fused, which is the same by ours",
+        )
+        yield "QAT", bool(self._qat_enabled), f"{key}.layout=fsdp"
+        yield (
+            "float16 weights that are trained: their gradients can't be scaled",
+            trains and self._stored_dtype() == torch.float16,
+            f"{key}.dtype=float32 {key}.compute_dtype=float16",
+        )
+        yield (
+            "lora.merge with target_parameters",
+            bool(model.lora.get("merge", False)) and bool(model.get("target_parameters", None)),
+            f"{key}.layout=fsdp, or lora.merge=False",
+        )
 
     # Building
 
@@ -109,14 +141,14 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         """The model as it is used: measures, compute dtype and alignment in place of sharding."""
-        self.homes = {name: tensor.device for name, tensor in _tensors(module)}  # adapters came since
         self._apply_measures(module)
         self._autocast_dtype = self._compute_dtype()
-        self.scaler = (
-            torch.amp.GradScaler(get_platform().device_name) if self._autocast_dtype == torch.float16 else None
-        )
+        self.scaler = None
+        if self._autocast_dtype == torch.float16:
+            self.scaler = torch.amp.GradScaler(get_platform().device_name, growth_interval=_GROWTH_INTERVAL)
         compute_dtype.apply(module, self._autocast_dtype)
         alignment.apply(module, output_device=self.devices[0])
+        self.homes = {name: tensor.device for name, tensor in _tensors(module)}  # of adapters and moved buffers too
         self.applied["layers"] = ", ".join(f"{row.modules}: {row.place}" for row in self.rows())
         return module
 
@@ -164,8 +196,11 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
         if model:
             _move(self.module, {name: host or home for name, home in self.homes.items()}, grad=grad)
         if optimizer and self.optimizer is not None:
-            for parameter, home in self._parameter_homes():
-                _move_states(self.optimizer, parameter, host or home)
+            homes = {id(parameter): home for parameter, home in self._parameter_homes()}
+            for group in self.optimizer.param_groups:
+                counts_on_device = bool(group.get("fused") or group.get("capturable"))
+                for parameter in group["params"]:
+                    _move_states(self.optimizer, parameter, host or homes[id(parameter)], counts_on_device)
         for used in set(self.devices):  # the host may be read as soon as this returns
             if used.type != "cpu":
                 torch.get_device_module(used.type).synchronize(used)
@@ -211,7 +246,7 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
         adapters = getattr(self.module, "peft_config", None)
         if adapters is None:
             state = convert_weight_keys(self.module.state_dict(), self.module)
-            return self._on_first_device(state), None
+            return unfuse_moe_params(self._on_first_device(state), self.model_config.hf_config.model_type), None
         if self.model_config.lora.get("merge", False):
             return self._merged(), None
         config = adapters["default"]
@@ -224,8 +259,10 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
 
             base = normalize_peft_param_name(self.module.state_dict())
             params = {replace_lora_wrapper(name, config): value for name, value in base.items()}
-        params = convert_weight_keys(params, self.module)
-        return self._on_first_device(params), config.to_dict()
+        tensors = self._on_first_device(convert_weight_keys(params, self.module))
+        if not base_sync_done:
+            tensors = unfuse_moe_params(tensors, self.model_config.hf_config.model_type)
+        return tensors, config.to_dict()
 
     def _on_first_device(self, params: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         device = get_device_id()
@@ -255,16 +292,20 @@ def _devices(count: int) -> tuple[torch.device, ...]:
     platform = get_platform()
     if platform.device_name == "cpu":
         return (torch.device("cpu"),) * count
-    seen = platform.device_count()
-    if seen < count:
+    devices = tuple(torch.device(platform.device_name, index) for index in range(count))
+    try:
+        for device in devices:
+            torch.empty(1, device=device)  # counting them does not tell whether CUDA started with all of them
+    except (RuntimeError, AssertionError) as error:
         raise PlacementError(
             "layout=device_map",
-            expected=f"{count} devices visible to this process",
-            found=str(seen),
+            expected=f"{count} devices that this process can use",
+            found=f"{platform.device_count()} visible; {str(error).splitlines()[0]}",
             consequence="the run stops before the model loads",
-            remedy="report this with the output of `verl-sharding doctor`",
-        )
-    return tuple(torch.device(platform.device_name, index) for index in range(count))
+            remedy="check that nothing in this environment starts CUDA when Python starts; else report this with the output of "
+            "`verl-sharding doctor`",
+        ) from error
+    return devices
 
 
 def _free_bytes(devices: tuple[torch.device, ...], spread: LayerSpread) -> tuple[int, ...] | None:
@@ -298,10 +339,13 @@ def _move(module: nn.Module, homes: dict[str, torch.device], *, grad: bool = Fal
                 owner._buffers[name] = _sent(buffer, homes[f"{prefix}.{name}".lstrip(".")])
 
 
-def _move_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, device: torch.device) -> None:
+def _move_states(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, device: torch.device, counts_on_device: bool
+) -> None:
+    """Moves one parameter's states; step counters only of optimizers that count on the device."""
     states = optimizer.state.get(parameter, {})
     for name, value in states.items():
-        if isinstance(value, torch.Tensor) and value.dim() > 0:  # step counters stay where the optimizer put them
+        if isinstance(value, torch.Tensor) and (value.dim() > 0 or counts_on_device):
             states[name] = _sent(value, device)
 
 

@@ -12,6 +12,7 @@ from verl.utils.metric import Metric
 
 from verl_ext_sharding.config import spec
 from verl_ext_sharding.config.guards import Guards
+from verl_ext_sharding.errors import TokenIdError
 from verl_ext_sharding.training import alignment
 from verl_ext_sharding.training.device_asserts import explain_device_assert
 from verl_ext_sharding.training.guards import KINDS, Checked, TokenGuard
@@ -82,7 +83,9 @@ class GuardedEngineMixin:
         """As verl's; counts the ids that belong to no token."""
         self._counts = dict.fromkeys(KINDS, 0)
         outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
-        if self.token_guard is not None and self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
+        run = spec.current()
+        aggregated = run is not None and run.on_ray
+        if self.token_guard is not None and aggregated and self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
             for kind, count in self._counts.items():
                 outputs["metrics"][f"guards/{kind}_ids"] = Metric("sum", count)
         return outputs
@@ -115,7 +118,18 @@ def without(mask: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:
 
     Returns:
         A mask of the same layout and dtype.
+
+    Raises:
+        TokenIdError: The mask is not nested.
     """
+    if not mask.is_nested:
+        raise TokenIdError(
+            "sharding.guards.token_ids=mask",
+            expected="loss masks of sequences without padding, as verl's trainer sends them",
+            found=f"a mask of shape {list(mask.shape)}, in which replaced tokens can't be left out",
+            consequence="the run stops",
+            remedy="sharding.guards.token_ids=error",
+        )
     rows = [
         part * ~whole[len(whole) - len(part) :].to(part.device)
         for part, whole in zip(mask.unbind(), replaced.unbind(), strict=True)

@@ -214,7 +214,9 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin):
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """As verl's; counts how often layers were compiled anew, which steps should not add to."""
         outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
-        if self.measures.checkpointing is not None and self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
+        run = spec.current()
+        aggregated = run is not None and run.on_ray
+        if self.measures.checkpointing is not None and aggregated and self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
             outputs["metrics"]["layer_recompiles"] = [checkpointing.recompiles(self.module)]
         return outputs
 

@@ -51,6 +51,12 @@ def saved_files(folder: str, kind: str) -> list[Path]:
     )
 
 
+def is_sharded(saved: Mapping[str, Any]) -> bool:
+    """Whether a rank's state dict of a model or an optimizer holds DTensors."""
+    values = saved["state"].values() if "state" in saved and "param_groups" in saved else [saved]
+    return any(isinstance(tensor, DTensor) for value in values for tensor in value.values())
+
+
 def fitted_model(parts: Sequence[Mapping[str, Any]], current: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """A model's state dict as this rank's model takes it.
 
@@ -120,12 +126,10 @@ def fit(parts: Sequence[Any], like: Any, folder: str) -> Any:
 
 def _whole(parts: Sequence[Any], folder: str) -> Any:
     first = parts[0]
-    if not isinstance(first, torch.Tensor):
-        if hasattr(first, "local_shards"):
-            raise _fsdp1(folder)
-        return first
+    if hasattr(first, "local_shards"):  # FSDP1's ShardedTensor, which is a tensor too
+        raise _fsdp1(folder)
     if not isinstance(first, DTensor):
-        return first  # whole in every file
+        return first  # whole in every file, or no tensor
     placements, mesh = first.placements, first.device_mesh.mesh
     local = [part._local_tensor for part in parts]
     sharded = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]

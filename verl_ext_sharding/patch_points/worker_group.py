@@ -28,6 +28,8 @@ def create_worker(
     if bundles is not None:
         bundle = bundles[local_rank]
         worker_env = {**(worker_env or {}), envs.BUNDLE: bundle.promise.to_json()}
+        if bundle.promise.visible:
+            worker_env[envs.COUNT_BY_NVML] = "1"
         pg, local_rank = bundle.group, bundle.index
     original(CREATE)(self, rank, pg_idx, pg, local_rank, resource_pool, ray_cls_with_init, worker_env, detached)
 

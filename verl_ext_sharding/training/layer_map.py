@@ -407,8 +407,6 @@ def _ways(layer_map: LayerMap, layout: ModelLayout, needs: DeviceNeeds, memory: 
     enough = next((n for n in range(len(memory) + 1, _MOST_DEVICES) if _fits(costs, (max(memory),) * n)), None)
     if enough is not None:
         ways.append(f"{enough} devices with {_gib(max(memory))} GiB free each in {role}.devices")
-    if needs.extra_bytes_per_parameter and any(tensor.trained for tensor in layout.tensors.values()):
-        ways.append(f"{role}.offload.optimizer=true")
     parameters = [tensor for tensor in layout.tensors.values() if tensor.kind == "parameter"]
     if sum(tensor.num_bytes for tensor in parameters) > 2 * sum(tensor.num_elements for tensor in parameters):
         ways.append(f"{role}.dtype=bfloat16")

@@ -22,7 +22,7 @@ from verl.single_controller.ray import RayResourcePool, ResourcePoolManager
 from verl.single_controller.ray.base import sort_placement_group_by_node_ip
 
 from verl_ext_sharding.config.spec import RunSpec
-from verl_ext_sharding.errors import ClusterError
+from verl_ext_sharding.errors import ClusterError, PlacementError
 from verl_ext_sharding.placement.bundles import Placement, Pool, Promise
 from verl_ext_sharding.workers.probe import where
 
@@ -204,6 +204,16 @@ def _with_all_devices(pool: Pool, bundles: dict[int, Bundle]) -> Bundle:
     process can share them; a bundle of several devices could not be shared so.
     """
     first = bundles[pool.devices[0]]
+    if len(pool.devices) == 1:
+        return first
+    if get_platform().device_name not in ("cuda", "cpu"):
+        raise PlacementError(
+            f"sharding.roles.{pool.roles[0]}.layout=device_map",
+            expected="GPUs: other accelerators are counted before a process can be shown more than one",
+            found=f"{len(pool.devices)} devices of type {get_platform().device_name}",
+            consequence="the run stops before the model loads",
+            remedy=f"sharding.roles.{pool.roles[0]}.layout=fsdp",
+        )
     promise = replace(
         first.promise,
         visible=tuple(bundles[device].promise.accelerator_id for device in pool.devices),

@@ -343,7 +343,7 @@ def test_a_model_that_does_not_fit_is_refused_with_needed_and_free_memory_and_wa
         f"device 2: {loads[0]} of 5.0, device 3: {loads[1]} of 5.0 GiB needed; in all 16.0 of 10.0 GiB"
     )
     assert error.remedy == (
-        "4 devices with 5.0 GiB free each in sharding.roles.critic.devices, or sharding.roles.critic.offload.optimizer=true, "
+        "4 devices with 5.0 GiB free each in sharding.roles.critic.devices, "
         "or sharding.roles.critic.dtype=bfloat16, or offload.params=true for a role that shares these devices"
     )
 

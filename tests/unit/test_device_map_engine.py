@@ -1,0 +1,94 @@
+"""What an engine with its layers over several devices refuses before it builds anything."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+
+from verl_ext_sharding import envs, loading
+from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.engines.device_map import DeviceMapEngineMixin, _move_states
+from verl_ext_sharding.placement.bundles import Promise
+
+
+class Config(SimpleNamespace):
+    """verl's configs are read by attribute and by `get`."""
+
+    def get(self, name, default=None):
+        return getattr(self, name, default)
+
+
+def refused(measures=None, qat=False, model=None, **engine):
+    given = {"offload_policy": False, "use_fused_kernels": False, "forward_only": False, "model_dtype": "fp32"}
+    one = SimpleNamespace(
+        role="actor",
+        measures=measures or RoleMeasures(),
+        engine_config=Config(**{**given, **engine}),
+        model_config=Config(**{"lora": {}, "target_parameters": None, **(model or {})}),
+        _qat_enabled=qat,
+    )
+    one._stored_dtype = lambda: DeviceMapEngineMixin._stored_dtype(one)
+    return [(setting, remedy) for setting, on, remedy in DeviceMapEngineMixin._impossible(one) if on]
+
+
+def test_settings_that_can_be_honoured_are_not_refused():
+    assert refused() == []
+    assert refused(RoleMeasures(logits="fused"), use_fused_kernels=True) == []
+    assert refused(forward_only=True, model_dtype="fp16") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "setting", "remedy"),
+    [
+        ({"offload_policy": True}, "offload_policy", "offload.params=true"),
+        ({"use_fused_kernels": True}, "use_fused_kernels", "sharding.roles.actor.logits=fused"),
+        ({"qat": True}, "QAT", "sharding.roles.actor.layout=fsdp"),
+        ({"model_dtype": "fp16"}, "float16", "sharding.roles.actor.compute_dtype=float16"),
+        ({"model": {"lora": {"merge": True}, "target_parameters": ["a"]}}, "target_parameters", "lora.merge=False"),
+    ],
+    ids=str,
+)
+def test_settings_that_only_fsdp_honours_are_refused_with_another_way(given, setting, remedy):
+    ((found, way),) = refused(**given)
+    assert setting in found
+    assert remedy in way
+
+
+@pytest.mark.parametrize("counts_on_device", [True, False])
+def test_step_counters_move_with_optimizers_that_count_on_the_device_alone(counts_on_device):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}
+    _move_states(optimizer, parameter, torch.device("meta"), counts_on_device)
+    assert optimizer.state[parameter]["exp_avg"].device.type == "meta"
+    assert (optimizer.state[parameter]["step"].device.type == "meta") == counts_on_device
+
+
+def test_a_process_shows_its_devices_in_every_variable_that_verl_compares(monkeypatch):
+    promise = Promise(
+        device=2, node_id="n", accelerator_id="2", visible=("2", "3"), visible_variable="CUDA_VISIBLE_DEVICES"
+    )
+    monkeypatch.setenv(envs.BUNDLE, promise.to_json())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2")
+    loading.show_devices()
+    import os
+
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["HIP_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_a_worker_that_sees_several_devices_counts_them_without_starting_cuda(monkeypatch):
+    from verl_ext_sharding.patch_points import worker_group
+
+    made = []
+    monkeypatch.setattr(worker_group, "original", lambda spec: lambda *args: made.append(args[7]))
+    for visible in ((), ("2", "3")):
+        promise = Promise(device=2, node_id="n", accelerator_id="2", visible=visible)
+        bundle = SimpleNamespace(promise=promise, group="group", index=0)
+        worker_group.create_worker(None, 0, 0, SimpleNamespace(bundles=[bundle]), 0, None, None, None, False)
+    assert [envs.COUNT_BY_NVML in env for env in made] == [False, True]
