@@ -70,6 +70,13 @@ def test_the_mask_that_was_given_is_not_changed():
     assert rows_of(mask) == [[1, 1]]
 
 
+def test_a_padded_mask_is_refused_with_a_policy_that_needs_none():
+    with pytest.raises(TokenIdError) as caught:
+        without(torch.ones(2, 3), jagged([0, 1], [0, 0], dtype=torch.bool))
+    assert "[2, 3]" in caught.value.found
+    assert caught.value.remedy == "sharding.guards.token_ids=error"
+
+
 # An engine
 
 
@@ -112,8 +119,9 @@ class Engine(GuardedEngineMixin, Stock):
 def engine(job, monkeypatch):
     """An engine of a run with a policy for token ids, its model built."""
 
-    def made(policy, **options):
-        run = RunSpec(placement=place({}, job()), bundle_cpus=3, seed=11, guards=Guards(token_ids=policy))
+    def made(policy, *, bundle_cpus=3, **options):
+        guards = Guards(token_ids=policy)
+        run = RunSpec(placement=place({}, job()), bundle_cpus=bundle_cpus, seed=11, guards=guards)
         monkeypatch.setenv(envs.SPEC, run.to_json())
         built = Engine(**options)
         built._build_module()
@@ -232,6 +240,10 @@ def test_ids_that_no_token_has_but_a_row_are_counted_and_kept_with_error(engine)
 def test_only_the_rank_that_reports_has_the_counts(engine, monkeypatch):
     monkeypatch.setattr(Stock, "is_mp_src_rank_with_outputs", lambda self: False)
     assert engine("mask").train_batch(batch([2, BEYOND]), None)["metrics"] == {}
+
+
+def test_where_no_trainer_of_verl_aggregates_them_there_are_no_counts(engine):
+    assert engine("mask", bundle_cpus=0).train_batch(batch([2, BEYOND]), None)["metrics"] == {}
 
 
 def test_the_log_names_such_ids_once(engine, caplog):

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 
-from verl_ext_sharding.engines.reshard import fit, fitted_model, fitted_optimizer, saved_files  # noqa: E402
+from verl_ext_sharding.engines.reshard import fit, fitted_model, fitted_optimizer, is_sharded, saved_files  # noqa: E402
 from verl_ext_sharding.errors import ConfigError  # noqa: E402
 
 WHOLE = torch.arange(15.0).reshape(5, 3)
@@ -109,6 +109,8 @@ def run(_index, folder):
     folder = Path(folder)
     save(folder)
     answers = {}
+    for name, kind in itertools.product(SAVED, ("model", "optim")):
+        answers[name, kind] = is_sharded(load(folder, name, kind)[0])
     for name in SAVED:
         answers[name, "whole"] = fitted(folder, name, None)
     for to, (shape, placements) in RESUMED.items():
@@ -210,6 +212,13 @@ def test_shards_that_do_not_say_how_they_make_a_whole_are_refused_with_what_merg
     refusal = answers["refused"][kind]
     assert refusal["subject"] == f"checkpoint {FOLDER}"
     assert f"verl.model_merger merge --backend fsdp --local_dir {FOLDER}" in refusal["remedy"]
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_files_of_shards_are_told_from_those_of_whole_tensors(kind, answers):
+    assert all(answers[name, kind] for name in SAVED)
+    assert not is_sharded(trained()[kind == "optim"])
+    assert not is_sharded({"state": {}, "param_groups": []})
 
 
 def test_whole_tensors_stay_the_same_objects():

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +84,16 @@ def test_devices_are_shown_by_the_variable_of_the_platform(promised, monkeypatch
     )
     loading.show_devices()
     assert (os.environ["ASCEND_RT_VISIBLE_DEVICES"], os.environ[VISIBLE]) == ("2,3", "2")
+
+
+@pytest.mark.parametrize(("before", "after"), [("2", "2,0"), (None, None)])
+def test_the_variable_of_rocm_follows_where_it_is_set(before, after, promised, monkeypatch):
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("HIP_VISIBLE_DEVICES", before)
+    promised(promise("2", "0"))
+    loading.show_devices()
+    assert os.environ.get("HIP_VISIBLE_DEVICES") == after
 
 
 _LOADED = f"""
@@ -205,6 +216,18 @@ def test_a_spread_role_with_one_device_is_promised_that_one(views):
     (view,) = views(1, layout="device_map")
     assert view.bundles[0].promise.accelerator_id == "6"
     assert view.bundles[0].promise.visible == ()
+
+
+def test_accelerators_that_can_not_be_shown_later_are_refused_for_a_spread_role_and_no_other(views, monkeypatch):
+    from verl_ext_sharding.workers import pools
+
+    monkeypatch.setattr(pools, "get_platform", lambda: SimpleNamespace(device_name="npu"))
+    with pytest.raises(PlacementError) as caught:
+        views(0, 1, layout="device_map")
+    assert caught.value.subject == "sharding.roles.critic.layout=device_map"
+    assert caught.value.found == "2 devices of type npu"
+    assert caught.value.remedy == "sharding.roles.critic.layout=fsdp"
+    assert [len(view.bundles) for view in (*views(0, 1), *views(1, layout="device_map"))] == [2, 1]
 
 
 def test_the_promises_of_the_reserved_bundles_stay_those_of_one_device(views, reserved):
