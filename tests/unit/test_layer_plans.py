@@ -274,6 +274,7 @@ def test_json_has_the_layers_of_each_spread_role(capsys):
     assert layers["role"] == "critic"
     assert {row["device"] for row in layers["rows"]} == {2, 3}
     assert layers["rows"][0]["num_bytes"] == FP32 * NUM_EMBEDDED
+    assert layers["rows"][0]["training_bytes"] == FP32 * NUM_EMBEDDED * (2 + STATES)
 
 
 def test_json_without_a_spread_role_has_no_layers(capsys):

@@ -10,7 +10,7 @@ from verl_ext_sharding.config.schema import ShardingConfig
 from verl_ext_sharding.errors import ConfigError
 
 KEY = "sharding.roles.critic.gradient_checkpointing"
-POLICIES = ("auto", "full", "every_n", "selective", "budget")
+POLICIES = ("auto", "full", "every_n", "selective")  # a budget takes a number, and so a block
 
 
 def parsed(**critic):
@@ -71,7 +71,7 @@ def test_a_named_policy_is_the_measure_that_a_block_with_its_name_is(name):
     assert list(handled_keys(as_text)) == [KEY]
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "budget"])  # it takes a number, and so a block
+@pytest.mark.parametrize("name", POLICIES)
 def test_the_worker_reads_a_named_policy_as_it_reads_the_text(name):
     policy_config = pytest.importorskip("verl_ext_sharding.training.policy_config")
     (measures,) = measures_of(parsed(gradient_checkpointing=name)).values()
@@ -94,6 +94,22 @@ def test_a_policy_that_is_not_there_is_refused_with_those_that_are(name):
     assert caught.value.subject == KEY
     assert all(policy in caught.value.expected for policy in POLICIES)
     assert "true/false" in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("value", "subject"),
+    [
+        ("budget", KEY),
+        ({"policy": "budget"}, f"{KEY}.budget"),
+        ({"policy": "full", "every": 2}, f"{KEY}.every"),
+        ({"policy": "every_n", "budget": 0.5}, f"{KEY}.budget"),
+    ],
+    ids=str,
+)
+def test_what_the_worker_could_not_apply_is_refused_before_it_starts(value, subject):
+    with pytest.raises(ConfigError) as caught:
+        parsed(gradient_checkpointing=value)
+    assert caught.value.subject == subject
 
 
 def test_a_policy_may_be_typed_on_the_command_line(compose):

@@ -33,7 +33,10 @@ def run(*, overrides: Sequence[str], config_name: str, config_path: str | None, 
         raise _switched_off()
     plan = driver.prepare(config, explicit=parse_overrides(overrides))
     if as_json:
-        layers = [layer_map.as_dict() for layer_map in plan.maps.values()]
+        layers = [
+            {**layer_map.as_dict(), "rows": [asdict(row) for row in layer_plans.planned_rows(config, layer_map)]}
+            for layer_map in plan.maps.values()
+        ]
         render.show_json(
             {**plan.table.as_dict(), "layers": layers, "changes": [asdict(change) for change in plan.changes]}
         )

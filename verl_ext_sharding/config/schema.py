@@ -24,6 +24,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 PolicyName = Literal["auto", "full", "every_n", "selective", "budget"]
 DeviceSpec = Union[int, str, list[Any], Mapping[str, Any], None]  # noqa: UP007  (evaluated at run time on 3.10)
 
+_KEYS_OF = {"auto": (), "full": (), "every_n": ("every",), "selective": ("keep",), "budget": ("budget", "compile")}
+"""The keys that each policy takes."""
+
 _BYTES = re.compile(r"\s*\d+(\.\d+)?\s*([KMGT]i?B|B)\s*", re.IGNORECASE)
 
 
@@ -49,6 +52,14 @@ class CheckpointingConfig:
     use_reentrant: bool = False
 
     def __post_init__(self) -> None:
+        if self.policy is not None:
+            taken = _KEYS_OF[self.policy]
+            foreign = [key for key in self.given() if key not in ("policy", *taken)]
+            if foreign:
+                expected = f"with policy {self.policy} {' or '.join(taken) or 'no other key'}"
+                raise _bad(foreign[0], expected, f"{foreign[0]} as well", f"{foreign[0]}=null")
+        if self.policy == "budget" and self.budget is None:
+            raise _bad("budget", 'a share (0 to 1) or bytes such as "4GiB"', "nothing", "budget=0.5")
         if self.every is not None and self.every < 1:
             raise _bad("every", "1 or more", self.every, "every=2")
         if isinstance(self.budget, str) and not _BYTES.fullmatch(self.budget):
@@ -93,6 +104,9 @@ class RoleConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise _bad(name, "1 or more", value, f"{name}=1")
+        if self.gradient_checkpointing == "budget":
+            remedy = "gradient_checkpointing={policy:budget,budget:0.5}"
+            raise _bad("gradient_checkpointing", "a budget beside this policy", "budget alone", remedy)
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -149,9 +149,10 @@ class HostCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc, unused
         if is_non_local(folder) or os.path.exists(own):
             files.append(copy_to_local(own))
             saved = load_on_host(files[-1])
-            # with one rank, both layouts write files of the same name
-            ours = fsdp_version(self.model) == 1 or reshard.is_sharded(saved) == (fsdp_version(self.model) == 2)
-            if self.world_size > 1 or kind == "extra_state" or ours:
+            # with one rank, every layout writes files of the same name
+            version = fsdp_version(self.model)
+            as_saved = version == 1 or (version == 2 and reshard.is_sharded(saved))
+            if self.world_size > 1 or kind == "extra_state" or as_saved:
                 return saved
             parts = [saved]
         else:

@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 _DTYPE = "_sharding_compute_dtype"
+_NAMES = "_sharding_cast_names"
 
 _computing = False
 """Whether cast values are read. One switch for the process: autograd runs recomputation on threads of its own."""
@@ -73,7 +75,20 @@ def _casting_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
     """
     properties = {name: property(functools.partial(_read, name=name)) for name in names}
     members = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), {**members, **properties})
+    return type(base.__name__, (base,), {**members, **properties, _NAMES: names, "__reduce_ex__": _reduce})
+
+
+def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Copies and pickles make the class anew: by its name only the module's own is found."""
+    base: Any = type(module).__bases__[0]
+    _, _, *state = base.__reduce_ex__(module, protocol)
+    return _new, (base, getattr(type(module), _NAMES)), *state
+
+
+def _new(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    casting: Any = _casting_class(base, names)  # type: ignore[arg-type]
+    module: nn.Module = casting.__new__(casting)
+    return module
 
 
 def _read(module: nn.Module, name: str) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -219,6 +220,15 @@ def test_a_deep_copy_computes_as_the_model_does_with_weights_of_its_own(spread):
     compute_dtype.remove(other)
     assert type(other["out"]) is nn.Linear
     assert type(spread["out"]) is not nn.Linear
+
+
+def test_a_pickled_model_computes_as_it_did_with_the_same_weights(spread):
+    other = pickle.loads(pickle.dumps(spread))
+    assert torch.equal(other["out"].weight, spread["out"].weight)
+    with compute_dtype.computing():
+        assert other["out"].weight.dtype == BF16
+    compute_dtype.remove(other)
+    assert type(other["out"]) is nn.Linear
 
 
 # Applying and removing
