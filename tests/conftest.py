@@ -4,22 +4,15 @@ import pytest
 
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts, ServerFacts
 
-SHARED_RUNS = ("test_placement_runs", "test_spread_runs")
-"""Modules that look at the same trainer runs, which are fixtures of the session and so of one process."""
-
 
 def pytest_collection_modifyitems(config, items):
-    """With pytest-xdist: a module stays in one process, and those with trainer runs, which take longest, start first."""
+    """With pytest-xdist: trainer runs, which keep every core busy, stay in one process and start first; so does each module."""
     if not getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: (item.get_closest_marker("verl") is None, _group(item) != "shared_runs"))
-
-
-def _group(item):
-    module = item.module.__name__.rpartition(".")[2]
-    return "shared_runs" if module in SHARED_RUNS else module
+        of_verl = item.get_closest_marker("verl") is not None
+        item.add_marker(pytest.mark.xdist_group("verl" if of_verl else item.module.__name__))
+    items.sort(key=lambda item: item.get_closest_marker("verl") is None)
 
 
 def _job(roles=("actor", "ref", "critic"), *, nodes=1, devices=4, engines=None, **fields):

@@ -213,6 +213,7 @@ def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: 
     plan = prepare(config)
     if cpu.is_cpu(config):
         os.environ[envs.VERL_PLATFORM] = "cpu"
+        os.environ.setdefault(envs.PRESTART, "0")
     render.show_changes(plan.changes)
     render.show_placement(plan.table)
     for role, layer_map in plan.maps.items():

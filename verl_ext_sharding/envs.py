@@ -19,6 +19,9 @@ EVENTS = "VERL_SHARDING_EVENTS"
 COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set to 1, torch asks NVML whether there is a GPU, and CUDA, which reads its visible devices once, starts later."""
 
+PRESTART = "RAY_prestart_worker_first_driver"
+"""Set to 0, Ray starts no process for each CPU ahead of the job: verl's have environments of their own, and use none of those."""
+
 VERL_PLATFORM = "VERL_PLATFORM"
 VERL_PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from verl_ext_sharding import envs
 from verl_ext_sharding.demo import assets, command
 from verl_ext_sharding.monitor import events
 
@@ -89,6 +90,7 @@ def run_trainer(folder: Path, overrides: list[str], env: dict[str, str] | None =
         "RAY_DEDUP_LOGS": "0",
         "RAY_ADDRESS": "local",  # a Ray of its own, whatever else runs on this machine
         "OMP_NUM_THREADS": "1",
+        envs.PRESTART: "0",
         "TOKENIZERS_PARALLELISM": "false",
         "VERL_SHARDING_EVENTS": "1",
         "VERL_FILE_LOGGER_PATH": str(metrics),
