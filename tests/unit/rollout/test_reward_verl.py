@@ -25,6 +25,9 @@ def cluster():
     for name in ("VERL_PLATFORM", "VERL_USE_EXTERNAL_PLUGINS"):
         patch.setenv(name, variables[name])
     import verl_ext_sharding.platforms.cpu  # noqa: F401 - registers the platform in this process
+    from verl_ext_sharding import driver
+
+    driver.select_cpu()  # whatever this process has asked verl before
 
     rollout.register()
     ray.init(
