@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/verl-sharding demo
 
 test: $(STAMP) style
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -q
 
 style: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,18 +1,8 @@
-"""Fixtures that several folders share, and how tests are spread over processes. Nothing here imports torch, ray or verl."""
+"""Fixtures that several folders share. Nothing here imports torch, ray or verl."""
 
 import pytest
 
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts, ServerFacts
-
-
-def pytest_collection_modifyitems(config, items):
-    """With pytest-xdist: trainer runs, which keep every core busy, stay in one process and start first; so does each module."""
-    if not getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        of_verl = item.get_closest_marker("verl") is not None
-        item.add_marker(pytest.mark.xdist_group("verl" if of_verl else item.module.__name__))
-    items.sort(key=lambda item: item.get_closest_marker("verl") is None)
 
 
 def _job(roles=("actor", "ref", "critic"), *, nodes=1, devices=4, engines=None, **fields):
