@@ -267,9 +267,7 @@ class TaskRunnerGate:
             bundle_cpus=bundle_cpus,
             timeout_s=self._plan.request.placement.timeout_s,
             measures=self._plan.measures,
-            guards=Guards(
-                align_inputs=self._plan.request.guards.align_inputs, token_ids=self._plan.request.guards.token_ids
-            ),
+            guards=Guards.of(self._plan.request.guards),
             reward=self._plan.reward,
             seed=self._plan.seed,
             needed=needed_keys(self._plan, placement),

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext_sharding.config.facts import uses_lora
 from verl_ext_sharding.config.measures import ENGINE_ROLES, LayerSpread, RoleMeasures
 from verl_ext_sharding.config.schema import ShardingConfig
 from verl_ext_sharding.errors import ConfigError
@@ -99,17 +100,10 @@ def plan_spread(
     return spread, maps
 
 
-def uses_lora(config: DictConfig, role: str) -> bool:
-    """Whether a role trains adapters alone."""
-    block = OmegaConf.select(config, _MODEL[role])
-    ranks = (block.get("lora_rank", 0), OmegaConf.select(block, "lora.rank", default=0))
-    return any(int(rank or 0) > 0 for rank in ranks) or block.get("lora_adapter_path", None) is not None
-
-
 def planned_rows(config: DictConfig, layer_map: LayerMap) -> tuple[LayerRow, ...]:
     """The map as a table; a reference and a base model under LoRA have neither gradients nor optimizer states."""
     role = layer_map.role
-    return rows(layer_map, num_states=0 if role == "ref" or uses_lora(config, role) else 1 + _ADAM_STATES)
+    return rows(layer_map, num_states=0 if role == "ref" or uses_lora(config, _MODEL[role]) else 1 + _ADAM_STATES)
 
 
 def _device_bytes(request: ShardingConfig) -> int | None:
@@ -158,7 +152,7 @@ def _model(config: DictConfig, role: str, *, valued: bool) -> Any:
         setattr(hf_config, key, value)
     model_type = "value_model" if valued else "language_model"
     model = meta_model(hf_config, role=role, model_type=model_type, trust_remote_code=trust)
-    if uses_lora(config, role):
+    if uses_lora(config, _MODEL[role]):
         model.requires_grad_(False)
     return model
 

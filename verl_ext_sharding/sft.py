@@ -101,7 +101,7 @@ def _spec(request: ShardingConfig, ranks: Ranks, seed: int | None) -> RunSpec:
         hybrid_rollout=False,
         bundle_cpus=0,
         measures=roles,
-        guards=Guards(align_inputs=request.guards.align_inputs, token_ids=request.guards.token_ids),
+        guards=Guards.of(request.guards),
         seed=seed,
         needed=("trainer.plugin", *([driver.LOGITS] if chunks else [])),
     )

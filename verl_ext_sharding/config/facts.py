@@ -72,11 +72,16 @@ def needs_reference(config: DictConfig) -> bool:
     )
 
 
-def uses_lora(config: DictConfig) -> bool:
-    """As verl's trainer decides `ref_in_actor` (trainer/ppo/v1/trainer_base.py)."""
-    rank = int(_get(config, "actor_rollout_ref.model.lora.rank", 0) or 0)
-    rank = rank if rank > 0 else int(_get(config, "actor_rollout_ref.model.lora_rank", 0) or 0)
-    return rank > 0 or _get(config, "actor_rollout_ref.model.lora_adapter_path", None) is not None
+def uses_lora(config: DictConfig, model: str = "actor_rollout_ref.model") -> bool:
+    """As verl's trainer decides `ref_in_actor` (trainer/ppo/v1/trainer_base.py).
+
+    Args:
+        config: verl's composed config.
+        model: Block of the model.
+    """
+    rank = int(_get(config, f"{model}.lora.rank", 0) or 0)
+    rank = rank if rank > 0 else int(_get(config, f"{model}.lora_rank", 0) or 0)
+    return rank > 0 or _get(config, f"{model}.lora_adapter_path", None) is not None
 
 
 def _engine(config: DictConfig, block: str, fsdp: str, worker: str, *, trains: bool = True) -> EngineFacts:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # every worker reads this module when verl is imported, and the schema takes longest of all of ours
+    from verl_ext_sharding.config.schema import GuardsConfig
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -17,3 +20,8 @@ class Guards:
 
     align_inputs: bool = True
     token_ids: Literal["error", "mask", "off"] = "error"
+
+    @classmethod
+    def of(cls, config: GuardsConfig) -> Guards:
+        """The engines' part of the user's block."""
+        return cls(align_inputs=config.align_inputs, token_ids=config.token_ids)
