@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.facts import uses_lora
+from verl_ext_sharding.config.measures import ENGINE_BLOCK as _ENGINE
 from verl_ext_sharding.config.measures import ENGINE_ROLES, LayerSpread, RoleMeasures
 from verl_ext_sharding.config.schema import ShardingConfig
 from verl_ext_sharding.errors import ConfigError
@@ -24,11 +25,6 @@ from verl_ext_sharding.placement.job import JobFacts
 logger = logging.getLogger(__name__)
 
 _MODEL = {"actor": "actor_rollout_ref.model", "ref": "actor_rollout_ref.model", "critic": "critic.model"}
-_ENGINE = {
-    "actor": "actor_rollout_ref.actor.fsdp_config",
-    "ref": "actor_rollout_ref.ref.fsdp_config",
-    "critic": "critic.fsdp",
-}
 _ITEM_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 _ADAM_STATES = 2
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_ext_sharding.config.measures import ENGINE_BLOCK
 from verl_ext_sharding.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,11 +22,6 @@ Capability = tuple[int, int]
 BFLOAT16_FROM: Capability = (8, 0)
 
 _SPELLINGS = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"}
-_ENGINE_BLOCK = {
-    "actor": "actor_rollout_ref.actor.fsdp_config",
-    "ref": "actor_rollout_ref.ref.fsdp_config",
-    "critic": "critic.fsdp",
-}
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -57,7 +53,7 @@ def dtype_uses(request: ShardingConfig, current: Mapping[str, Any], *, hf_rollou
         return []
     uses = [
         DtypeUse(role=role, key=f"sharding.roles.{role}.{name}", dtype=getattr(getattr(request.roles, role), name))
-        for role in (*_ENGINE_BLOCK, "reward", "teacher")
+        for role in (*ENGINE_BLOCK, "reward", "teacher")
         for name in ("dtype", "compute_dtype")
         if getattr(getattr(request.roles, role), name, None) is not None
     ]
@@ -158,7 +154,7 @@ def float16_notes(current: Mapping[str, Any], roles: Sequence[str]) -> list[str]
     for role in roles:
         if role not in ("actor", "critic"):
             continue
-        block = _ENGINE_BLOCK[role]
+        block = ENGINE_BLOCK[role]
         stored = str(current.get(f"{block}.model_dtype") or "fp32")
         computed = str(current.get(f"{block}.mixed_precision.param_dtype") or "bf16")
         if _SPELLINGS.get(stored, stored) != "float16":

@@ -11,6 +11,13 @@ if TYPE_CHECKING:  # every worker reads this module when verl is imported, and t
 
 ENGINE_ROLES = ("actor", "ref", "critic")
 
+ENGINE_BLOCK = {
+    "actor": "actor_rollout_ref.actor.fsdp_config",
+    "ref": "actor_rollout_ref.ref.fsdp_config",
+    "critic": "critic.fsdp",
+}
+"""Where verl's config has the FSDP engine of each role."""
+
 
 @dataclass(kw_only=True, frozen=True)
 class LayerSpread:

@@ -9,15 +9,11 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_ext_sharding.config.measures import ENGINE_BLOCK
 from verl_ext_sharding.config.schema import RoleConfig, ShardingConfig
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.job import JobFacts
 
-_ENGINE_BLOCK = {
-    "actor": "actor_rollout_ref.actor.fsdp_config",
-    "ref": "actor_rollout_ref.ref.fsdp_config",
-    "critic": "critic.fsdp",
-}
 _MODEL_BLOCK = {"actor": "actor_rollout_ref.model", "ref": "actor_rollout_ref.model", "critic": "critic.model"}
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 _MAX_HEADER_BYTES = 100 << 20
@@ -57,7 +53,7 @@ def _notes(
 ) -> tuple[str, ...]:
     from verl_ext_sharding.training.offload_plan import OffloadRequest, resolve_offload  # needs no torch
 
-    engine, offload = _ENGINE_BLOCK[role], config.offload
+    engine, offload = ENGINE_BLOCK[role], config.offload
     stored_bytes = parameter_bytes(current.get(f"{_MODEL_BLOCK[role]}.path"), current.get(f"{engine}.model_dtype"))
     if role == "ref":
         if offload.params is False:

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.changes import KeyChange
-from verl_ext_sharding.config.measures import ENGINE_ROLES, handled_keys
+from verl_ext_sharding.config.measures import ENGINE_BLOCK, ENGINE_ROLES, handled_keys
 from verl_ext_sharding.config.offload import offload_notes
 from verl_ext_sharding.config.reward_keys import acting_keys, reward_changes
 from verl_ext_sharding.config.rollout_limits import KEYS as ROLLOUT_LIMITS
@@ -19,11 +19,6 @@ from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.placement.job import JobFacts
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_ENGINE_BLOCK = {
-    "actor": "actor_rollout_ref.actor.fsdp_config",
-    "ref": "actor_rollout_ref.ref.fsdp_config",
-    "critic": "critic.fsdp",
-}
 _MODEL_BLOCK = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
 _MICRO_BATCH = {
     "actor": (
@@ -106,7 +101,7 @@ def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[Key
         ConfigError: The job has no such role, its engine is not FSDP, or two settings exclude each other.
     """
     prefix = f"sharding.roles.{role}"
-    engine = _ENGINE_BLOCK[role]
+    engine = ENGINE_BLOCK[role]
     if config == type(config)(devices=config.devices):
         return
     if role not in facts.engines or (role == "ref" and facts.ref_in_actor):
