@@ -12,7 +12,11 @@ policies  actor engine: GiB kept between forward and backward, peak GiB, ms (med
           is without flash-attn: padded sdpa, and log-probs row by row.
 padding   packed sequences with varlen against padded ones with sdpa, for sequences of mixed lengths.
 update    one update (optimizer included) of actor and critic, same model and tokens.
+layers    one process: the model on one device, over two by layers, and over two with less memory than it needs on one
+          (two CUDA devices; compare `torchrun --nproc-per-node 2 ... --parts policies`, whose ranks have `--rows` each).
 idle      verl's engine against ours with nothing to do, alternating.
+
+Liger's kernels are among the policies where liger-kernel is installed.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +40,7 @@ import torch
 
 from verl_ext_sharding import envs, versions
 from verl_ext_sharding.config.guards import Guards
-from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.config.measures import LayerSpread, RoleMeasures
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.placement.bundles import place
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts
@@ -100,7 +106,7 @@ class Bench:
         torch.distributed.barrier()
         return folder
 
-    def worker(self, role: str, measures: RoleMeasures | None, *, packed: bool = True) -> Any:
+    def worker(self, role: str, measures: RoleMeasures | None, *, packed: bool = True, liger: bool = False) -> Any:
         """verl's training worker. Measures of None: verl's own engine class."""
         from verl.trainer.config import CheckpointConfig
         from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
@@ -115,6 +121,7 @@ class Bench:
                 path=str(self.folder),
                 use_remove_padding=packed,
                 enable_gradient_checkpointing=False,
+                use_liger=liger,
                 override_config={"attn_implementation": attention},
             ),
             engine_config=FSDPEngineConfig(
@@ -231,6 +238,11 @@ class Bench:
             rows.append(self._with_policy(name, worker, asked))
         rows.append(self._with_policy("full + offload", worker, "full", offload=True))
         rows.append(self._with_policy("budget 0.2 + offload", worker, {"budget": 0.2}, offload=True))
+        if util.find_spec("liger_kernel") is not None:
+            del worker
+            self.free()
+            worker = self.worker("actor", RoleMeasures(attention="auto", logits="auto"), liger=True)
+            rows += [self._with_policy(f"Liger, {name}", worker, POLICIES[name]) for name in ("none", "full", "auto")]
         columns = ("policy", "kept GiB", "peak GiB", "ms", "packed ms", "recompiles")
         self.table(f"actor engine, {self.args.rows} x {self.args.tokens} tokens", columns, rows)
         del worker
@@ -286,6 +298,40 @@ class Bench:
             del worker
             self.free()
         self.table("sequences of mixed lengths", ("batch", "kept GiB", "peak GiB", "ms"), rows)
+
+    def layers(self) -> None:
+        """Time and peak of each card, layers over two against one; then both capped below what one needs."""
+        rows = []
+        two = LayerSpread(device_map="balanced", devices=(0, 1))
+        one = LayerSpread(device_map={"": 0}, devices=(0, 1))
+        measures = RoleMeasures(attention="auto", logits="auto", checkpointing=True)
+        need = 0.0
+        for name, spread in (("one card", one), ("two cards", two), ("one, capped", one), ("two, capped", two)):
+            total = torch.cuda.get_device_properties(0).total_memory / GIB
+            share = 0.75 * need / total if "capped" in name else 1.0
+            for card in range(2):
+                torch.cuda.set_per_process_memory_fraction(share, card)
+            rows.append([name, *self._updates(replace(measures, layers=spread))])
+            need = need or torch.cuda.max_memory_reserved(0) / GIB
+            self.free()
+        self.table("actor, updates by layers over cards", ("layout", "ms", "peak GiB by card"), rows)
+
+    def _updates(self, measures: RoleMeasures) -> tuple[str, str]:
+        """Median ms of an update, optimizer included, and each card's peak from loading on."""
+        seconds = []
+        for card in range(2):
+            torch.cuda.reset_peak_memory_stats(card)
+        try:
+            worker = self.worker("actor", measures)
+            for seed in range(2 + self.args.steps):
+                start = time.perf_counter()
+                worker.train_batch(self.data(self.lengths, seed=seed))
+                self.synchronize()
+                seconds.append(time.perf_counter() - start)
+            took = f"{statistics.median(seconds[2:]) * 1e3:.0f}"
+        except torch.OutOfMemoryError:
+            took = "out of memory"
+        return took, " / ".join(f"{torch.cuda.max_memory_allocated(card) / GIB:.2f}" for card in range(2))
 
     def update(self) -> None:
         rows = []

@@ -3,6 +3,8 @@
     python benchmarks/placement_on_gpus.py                      # every layout that fits the GPUs there are
     python benchmarks/placement_on_gpus.py --layouts split,hf --model 1.5B --steps 3
     python benchmarks/placement_on_gpus.py --layouts plain,measures --pin    # each on a GPU of its own, at once
+    NCCL_P2P_DISABLE=1 python benchmarks/placement_on_gpus.py --layouts overlap    # without peer access
+    python benchmarks/placement_on_gpus.py --layouts capped,wrong            # jobs that must fail, and how they do
 
 A random Qwen2 of a real shape (nothing is downloaded), a rule reward, one job after the other (`--parallel`: all at
 once, which only makes sense where every layout is to be seen working, not timed). One table last.
@@ -18,9 +20,13 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from importlib import util
 from pathlib import Path
 
+import psutil
+
+from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.demo import assets
 from verl_ext_sharding.monitor import events
 
@@ -53,6 +59,8 @@ LAYOUTS: dict[str, dict[str, list[int]]] = {
     "hf": {"actor": [0], "critic": [0], "ref": [0]},
     "plain": {},
     "measures": {},
+    "capped": {"actor": [0, 1], "critic": [1], "ref": [0]},
+    "wrong": {"actor": [0, 7]},
 }
 EXTRA = {
     "spread": ["sharding.roles.actor.layout=device_map", "sharding.roles.critic.layout=device_map"],
@@ -72,8 +80,30 @@ EXTRA = {
     ],
 }
 """`spread`: the layers of actor and critic over both GPUs. `plain`: verl's own settings on one GPU (stock verl itself loads no critic
-without flash-attn). `measures`: the same with memory measures for each role."""
+without flash-attn). `measures`: the same with memory measures for each role. `capped`: the actor's second rank may use so little of its
+card that its update runs out of memory. `wrong`: a device that is not there."""
 ON_ONE_GPU = ("plain", "measures")
+MUST_FAIL = ("capped", "wrong")
+CAP = """import os
+
+import torch
+
+if os.environ.get("RANK") == "1" and torch.cuda.is_available():
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction({gib} * 2**30 / total)
+"""
+"""Imported by each worker that loads a model (verl's `model.external_lib`)."""
+AT_START = """import json
+import os
+from pathlib import Path
+
+names = {names}
+Path({folder!r}, f"{{os.getpid()}}.json").write_text(json.dumps([os.environ.get(name) for name in names]))
+"""
+"""Each Python process of the job writes the communication settings that it was started with: a process that sets its title
+overwrites what `/proc` says of its environment."""
+PROCESSES = ("WorkerDict", "vLLMHttpServer", "EngineCore", "VLLM::Worker")
+"""Kinds of processes that communicate, by what is in their titles."""
 PHASES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights")
 
 
@@ -121,6 +151,8 @@ def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Names
         for model in ("actor_rollout_ref.model", "critic.model"):
             packed = layout == "measures"  # varlen needs no flash-attn
             lines += [f"+{model}.override_config.attn_implementation=sdpa", f"{model}.use_remove_padding={packed}"]
+    if layout == "capped":
+        lines.append("actor_rollout_ref.model.external_lib=capped_rank")
     lines += EXTRA.get(layout, [])
     lines += [f"sharding.roles.{role}.devices={devices}".replace(" ", "") for role, devices in LAYOUTS[layout].items()]
     return lines + args.overrides
@@ -129,11 +161,17 @@ def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Names
 class Run:
     """One job in a process of its own."""
 
-    def __init__(self, layout: str, folder: Path, lines: list[str], gpu: int | None) -> None:
+    def __init__(self, layout: str, folder: Path, lines: list[str], gpu: int | None, cap_gib: float) -> None:
         self.layout, self.log = layout, folder / "output.log"
+        self.settings: dict[str, set[tuple[str | None, ...]]] = {}
+        self.environments = folder / "environments"
+        self.environments.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(AT_START.format(names=hygiene.NAMES, folder=str(self.environments)))
         self.metrics = folder / "metrics.jsonl"
+        (folder / "capped_rank.py").write_text(CAP.format(gib=cap_gib))
         env = {
             **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
             "VERL_SHARDING_EVENTS": "1",
             "RAY_DEDUP_LOGS": "0",
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
@@ -150,12 +188,39 @@ class Run:
 
     def wait(self, timeout_s: float) -> None:
         """Waits, and ends the job when it takes too long."""
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        while self.process.poll() is None and time.monotonic() - self.started < timeout_s:
+            self._read_environments()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+        if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
         self.wall_s = time.monotonic() - self.started
+
+    def _read_environments(self) -> None:
+        """The communication settings of each kind of process of the job."""
+        with suppress(psutil.Error, OSError):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.Error, OSError):
+                    title = process.cmdline()[0] if process.cmdline() else ""
+                    kind = next((kind for kind in PROCESSES if kind in title), None)
+                    if kind is not None:
+                        values = json.loads((self.environments / f"{process.pid}.json").read_text())
+                        self.settings.setdefault(kind, set()).add(tuple(values))
+
+    def communication(self) -> str:
+        """Kind of process: value of each setting; "|" between processes that differ."""
+        kinds = (
+            f"{kind}:{'|'.join(','.join(value or 'unset' for value in values) for values in found)}"
+            for kind, found in sorted(self.settings.items())
+        )
+        return " ".join(kinds) or "n/a"
+
+    @staticmethod
+    def error(text: str) -> str:
+        """The last line that names an error of memory or of ours."""
+        lines = [line for line in text.splitlines() if "OutOfMemoryError" in line or "PlacementError" in line]
+        return lines[-1][-200:] if lines else "none"
 
     def row(self) -> dict[str, str]:
         """What the table says of this job."""
@@ -174,6 +239,8 @@ class Run:
             "layout": self.layout,
             "exit": str(self.process.returncode),
             "devices read back": " ".join(f"{role}:{','.join(ids)}" for role, ids in sorted(roles.items())),
+            "communication": self.communication(),
+            "error": self.error(text),
             "steps": str(len(steps)),
             "step s": f"{last['timing_s/step']:.1f}" if last else "n/a",
             "phases s": " ".join(f"{p}:{last[f'timing_s/{p}']:.1f}" for p in PHASES if f"timing_s/{p}" in last)
@@ -224,6 +291,7 @@ def main() -> int:
     parser.add_argument("--response", type=int, default=128)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.2)
     parser.add_argument("--timeout-s", type=float, default=400)
+    parser.add_argument("--cap-gib", type=float, default=12, help="memory of the actor's second rank in `capped`")
     parser.add_argument("--parallel", action="store_true")
     parser.add_argument("--pin", action="store_true", help="each job on a GPU of its own, all at once")
     parser.add_argument("--keep", type=Path, help="folder for the logs")
@@ -245,7 +313,7 @@ def main() -> int:
             rows.append(_finish(runs.pop(), args.timeout_s))
     rows += [_finish(run, args.timeout_s) for run in runs]
     _print(rows, args, gpus)
-    return int(any(row["exit"] != "0" for row in rows))
+    return int(any((row["exit"] != "0") != (row["layout"] in MUST_FAIL) for row in rows))
 
 
 def _start(
@@ -253,14 +321,14 @@ def _start(
 ) -> tuple:
     memory = PeakMemory()
     memory.start()
-    return Run(layout, folder, overrides(layout, files, gpus, args), pinned), memory
+    return Run(layout, folder, overrides(layout, files, gpus, args), pinned, args.cap_gib), memory
 
 
 def _finish(run: tuple, timeout_s: float) -> dict[str, str]:
     job, memory = run
     job.wait(timeout_s)
     row = job.row() | {"peak GiB by GPU (NVML)": " ".join(f"{gib:.1f}" for gib in memory.stop())}
-    if row["exit"] != "0":
+    if (row["exit"] != "0") != (job.layout in MUST_FAIL):
         print("\n".join(job.log.read_text(errors="replace").splitlines()[-40:]))
     return row
 
