@@ -312,8 +312,9 @@ class Bench:
             for card in range(2):
                 torch.cuda.set_per_process_memory_fraction(share, card)
             rows.append([name, *self._updates(replace(measures, layers=spread))])
-            need = need or torch.cuda.max_memory_reserved(0) / GIB
+            need = need or torch.cuda.max_memory_allocated(0) / GIB
             self.free()
+            print(name, "left", torch.cuda.memory_allocated(0)/GIB, torch.cuda.memory_allocated(1)/GIB)
         self.table("actor, updates by layers over cards", ("layout", "ms", "peak GiB by card"), rows)
 
     def _updates(self, measures: RoleMeasures) -> tuple[str, str]:
@@ -371,6 +372,7 @@ class Bench:
         self.free()
 
     def free(self) -> None:
+        torch._dynamo.reset()  # compiled layers hold their weights
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()

@@ -12,6 +12,9 @@ from accelerate import init_empty_weights
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training.layer_map import check_transformers
 
+_ATTENTION = "eager"
+"""Can be built everywhere. The config names what is to run, which may be missing here, or be replaced by our engines first."""
+
 
 def meta_model(
     hf_config: Any, *, role: str, model_type: str = "language_model", trust_remote_code: bool = False
@@ -36,7 +39,9 @@ def meta_model(
         if model_type == "value_model":
             return _value_model(config, role, trust_remote_code)
         auto_class = get_hf_auto_model_class(hf_config=config)
-        model: torch.nn.Module = auto_class.from_config(config, trust_remote_code=trust_remote_code)
+        model: torch.nn.Module = auto_class.from_config(
+            config, trust_remote_code=trust_remote_code, attn_implementation=_ATTENTION
+        )
         return model
 
 
@@ -53,5 +58,7 @@ def _value_model(config: Any, role: str, trust_remote_code: bool) -> torch.nn.Mo
             remedy=f"sharding.roles.{role}.layout=fsdp",
         )
     config.num_labels = 1  # as verl's engine sets it
-    model: torch.nn.Module = AutoModelForTokenClassification.from_config(config, trust_remote_code=trust_remote_code)
+    model: torch.nn.Module = AutoModelForTokenClassification.from_config(
+        config, trust_remote_code=trust_remote_code, attn_implementation=_ATTENTION
+    )
     return model
