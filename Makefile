@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/verl-sharding demo
 
 test: $(STAMP) style
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 style: $(STAMP)
 	$(BIN)/ruff check .

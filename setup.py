@@ -29,7 +29,7 @@ setup(
         "flash": ["flash-attn>=2.8"],
         # On Linux, PyPI's torch is a CUDA build; PyTorch's CPU index has a smaller one, which satisfies this as well.
         "cpu": [VERL, *VERL_V1, "torch>=2.10,<=2.13.0"],
-        "test": ["pytest>=8", "ruff>=0.15", "mypy>=1.15", "types-PyYAML"],
+        "test": ["filelock", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.15", "mypy>=1.15", "types-PyYAML"],
     },
     entry_points={
         "verl.plugins": ["sharding = verl_ext_sharding.plugin"],

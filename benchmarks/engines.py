@@ -314,7 +314,7 @@ class Bench:
             rows.append([name, *self._updates(replace(measures, layers=spread))])
             need = need or torch.cuda.max_memory_allocated(0) / GIB
             self.free()
-            print(name, "left", torch.cuda.memory_allocated(0)/GIB, torch.cuda.memory_allocated(1)/GIB)
+            print(name, "left", torch.cuda.memory_allocated(0) / GIB, torch.cuda.memory_allocated(1) / GIB)
         self.table("actor, updates by layers over cards", ("layout", "ms", "peak GiB by card"), rows)
 
     def _updates(self, measures: RoleMeasures) -> tuple[str, str]:
@@ -421,6 +421,7 @@ def main() -> None:
     os.environ.setdefault("MASTER_PORT", "29511")
     os.environ[envs.SPEC] = spec_text("actor", RoleMeasures())  # before `import verl`, as in a worker of a run
     import verl  # noqa: F401  (loads the plugin)
+    import verl.workers.engine_workers  # noqa: F401  (here: verl keeps import errors, and with them the frames that imported it)
 
     if not args.tiny:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,6 +1,11 @@
 """Fixtures that several folders share. Nothing here imports torch, ray or verl."""
 
+import functools
+import os
+import pickle
+
 import pytest
+from filelock import FileLock
 
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts, ServerFacts
 
@@ -16,6 +21,43 @@ def _job(roles=("actor", "ref", "critic"), *, nodes=1, devices=4, engines=None, 
         transfer_queue_units=fields.pop("transfer_queue_units", 9),
         **fields,
     )
+
+
+def pytest_collection_modifyitems(items):
+    """Runs of verl come first: of several test processes, none is then left alone with the longest."""
+    items.sort(key=lambda item: item.get_closest_marker("verl") is None)
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """`once(name, make)`: what `make(folder)` returned to the first that asked, whichever test process that was."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def made(name, make):
+        file = root / f"{name}.pickle"
+        with FileLock(root / f"{name}.lock"):
+            if not file.exists():
+                folder = root / name
+                folder.mkdir(exist_ok=True)
+                file.write_bytes(pickle.dumps(make(folder)))
+        return pickle.loads(file.read_bytes())
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def engines(once):
+    """`engines(num_ranks)`: what verl's engines did in every case of `verl.engine_cases`, as rank 0 saw it."""
+
+    @functools.cache
+    def of(num_ranks):
+        from tests.verl import engine_runs
+
+        return once(f"engines-{num_ranks}", functools.partial(engine_runs.results, num_ranks))
+
+    return of
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.verl import engine_runs
-
 pytestmark = pytest.mark.verl
 
 GIVEN = "offload_verls_keys"
@@ -13,8 +11,8 @@ GIVEN = "offload_verls_keys"
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def runs(request):
-    return engine_runs.results(request.param)
+def runs(request, engines):
+    return engines(request.param)
 
 
 def test_the_keys_lead_to_offload_around_checkpointing_that_is_not_reentrant(runs):

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.verl import engine_runs
-
 pytestmark = pytest.mark.verl
 
 GIVEN = ("delta_offload", "delta_verls_keys")
@@ -15,8 +13,8 @@ GIVEN = ("delta_offload", "delta_verls_keys")
 
 
 @pytest.fixture(scope="module")
-def runs():
-    return engine_runs.results(1)
+def runs(engines):
+    return engines(1)
 
 
 @pytest.mark.parametrize("name", GIVEN)

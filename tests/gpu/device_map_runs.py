@@ -5,6 +5,7 @@ Run as `python -m tests.gpu.device_map_runs <file> [second place: cpu, or 1 for 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -77,6 +78,8 @@ def run_case(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tensors, and numbers."""
     import torch
 
+    torch._dynamo.reset()  # compiled layers hold the weights of the case before
+    gc.collect()
     torch.cuda.empty_cache()
     devices = range(torch.cuda.device_count())
     before = [torch.cuda.memory_allocated(device) for device in devices]
@@ -109,6 +112,7 @@ def main(file: Path, second: str) -> None:
     found = cases(second)
     os.environ[envs.SPEC] = engine_runs.spec_of(found[0]).to_json()
     import verl  # noqa: F401  (loads the plugin)
+    import verl.workers.engine_workers  # noqa: F401  (here: verl keeps import errors, and with them the frames that imported it)
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")

@@ -12,6 +12,7 @@ import torch
 
 from verl_ext_sharding import envs, loading
 from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.engines.cpu import CpuDeviceMapEngineWithLMHead
 from verl_ext_sharding.engines.device_map import DeviceMapEngineMixin, _move_states
 from verl_ext_sharding.placement.bundles import Promise
 
@@ -67,6 +68,24 @@ def test_step_counters_move_with_optimizers_that_count_on_the_device_alone(count
     _move_states(optimizer, parameter, torch.device("meta"), counts_on_device)
     assert optimizer.state[parameter]["exp_avg"].device.type == "meta"
     assert (optimizer.state[parameter]["step"].device.type == "meta") == counts_on_device
+
+
+@pytest.mark.parametrize("second", ["cuda:0", "cpu"])
+def test_gradients_on_host_and_devices_are_clipped_by_their_exact_norm(second):
+    module = torch.nn.Linear(1 << 12, 1 << 12)
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    exact = torch.linalg.vector_norm(torch.cat([p.grad.double().flatten() for p in module.parameters()])).item()
+    before = module.weight.detach().clone()
+    engine = object.__new__(CpuDeviceMapEngineWithLMHead)
+    engine.module, engine.scaler, engine._qat_enabled = module, None, False
+    engine.optimizer, engine.optimizer_config = torch.optim.SGD(module.parameters(), lr=1.0), Config(clip_grad=1.0)
+    engine.homes = {"weight": torch.device("cpu"), "bias": torch.device(second)}
+    norm = engine.optimizer_step()
+    assert (abs(norm / exact - 1) < 1e-6) == (second == "cuda:0")
+    change = torch.linalg.vector_norm(module.weight.detach() - before, dtype=torch.float64).item()
+    assert change == pytest.approx(1.0, rel=1e-3)
 
 
 def test_a_process_shows_its_devices_in_every_variable_that_verl_compares(monkeypatch):

@@ -1,7 +1,7 @@
 """verl's own training worker and FSDP2 engines on CPU, one configuration after another in one process group.
 
 Run as `python -m tests.verl.engine_runs <folder> [case ...]`, one process for each rank with RANK, WORLD_SIZE, MASTER_ADDR
-and MASTER_PORT set; `results(num_ranks)` does that once for each number of ranks, since imports take as long as many runs.
+and MASTER_PORT set; `results` does that, all cases in one process for each rank, since imports take as long as many runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +41,27 @@ MODEL = {"enable_gradient_checkpointing": False, "override_config": {"attn_imple
 ENGINE = {"strategy": "fsdp2", "use_dynamic_bsz": False, "use_torch_compile": False, "mixed_precision": FP32}
 
 
-@functools.cache
-def results(num_ranks: int) -> dict[str, dict[str, Any]]:
-    """`{case: what it did}` as rank 0 saw it; run once for each test process.
+def results(num_ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """`{case: what it did}` as rank 0 saw it.
 
     Args:
         num_ranks: 1, or 2 for all cases but those of one rank.
+        folder: For logs and results.
     """
-    with tempfile.TemporaryDirectory(prefix="engine-runs-") as made:
-        folder = Path(made)
-        for name in sorted({case.model_name for case in CASES}):
-            folder_of(name)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        ranks = [_start(rank, num_ranks, port, folder) for rank in range(num_ranks)]
-        try:
-            codes = [rank.wait(TIMEOUT_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        output = "\n".join((folder / f"rank{rank}.log").read_text()[-6000:] for rank in range(num_ranks))
-        assert codes == [0] * num_ranks, output
-        return json.loads((folder / "results.json").read_text())
+    for name in sorted({case.model_name for case in CASES}):
+        folder_of(name)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [_start(rank, num_ranks, port, folder) for rank in range(num_ranks)]
+    try:
+        codes = [rank.wait(TIMEOUT_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    output = "\n".join((folder / f"rank{rank}.log").read_text()[-6000:] for rank in range(num_ranks))
+    assert codes == [0] * num_ranks, output
+    return json.loads((folder / "results.json").read_text())
 
 
 def _start(rank: int, num_ranks: int, port: int, folder: Path) -> subprocess.Popen:
@@ -116,7 +115,8 @@ def _delta_net() -> assets.Assets:
         with tempfile.TemporaryDirectory(dir=home.parent) as made:
             for part in (AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer):
                 part.save_pretrained(Path(made) / "model")
-            (Path(made) / "model").rename(home)
+            with suppress(OSError):  # another test process was first
+                (Path(made) / "model").rename(home)
     return dataclasses.replace(files, model=home)
 
 

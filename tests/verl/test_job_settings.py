@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.verl import harness
-from tests.verl.conftest import STEPS
+from tests.verl.conftest import EXPORTED, STEPS
 
 pytestmark = pytest.mark.verl
-
-EXPORTED = {"NCCL_IB_DISABLE": "0"}
-"""What the user of the GRPO run exported, see conftest."""
 
 
 def _processes(job: harness.Job) -> dict[str, dict[str, str | None]]:

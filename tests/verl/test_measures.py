@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from tests.verl import engine_runs
 from tests.verl.engine_cases import CASES, KEPT_BYTES, POLICIES
 
 pytestmark = pytest.mark.verl
@@ -47,8 +46,8 @@ CLOSE = [case for case in COMPARED if case.name not in EXACT]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def runs(request):
-    return engine_runs.results(request.param)
+def runs(request, engines):
+    return engines(request.param)
 
 
 def each(cases):
@@ -204,8 +203,8 @@ def test_optimizer_states_are_on_the_host_between_steps(runs):
         assert runs[name]["optimizer_bytes"] == {"host": 2 * runs[name]["parameter_bytes"], "device": 0}
 
 
-def test_each_of_two_ranks_holds_half_of_parameters_and_optimizer_states():
-    one, two = (engine_runs.results(num_ranks)["step"] for num_ranks in (1, 2))
+def test_each_of_two_ranks_holds_half_of_parameters_and_optimizer_states(engines):
+    one, two = (engines(num_ranks)["step"] for num_ranks in (1, 2))
     assert two["parameter_bytes"] == one["parameter_bytes"] // 2
     assert two["optimizer_bytes"]["host"] == one["optimizer_bytes"]["host"] // 2
 
@@ -304,15 +303,16 @@ def test_a_saved_config_names_no_attention_that_only_this_package_has(runs):
 # One process with the layers on several devices
 
 
-def test_a_checkpoint_of_fsdp2_resumes_with_the_layers_spread():
-    resumed = engine_runs.results(1)["combined"]["resumed"]["spread"]
+def test_a_checkpoint_of_fsdp2_resumes_with_the_layers_spread(engines):
+    combined = engines(1)["combined"]
+    resumed = combined["resumed"]["spread"]
     assert resumed["loaded"] == 0.0
     assert math.isclose(resumed["loss"], 0.0, abs_tol=1e-6)
     assert resumed["weights"] < 1e-5
-    assert resumed["optimizer_bytes"] == engine_runs.results(1)["combined"]["optimizer_bytes"]
+    assert resumed["optimizer_bytes"] == combined["optimizer_bytes"]
 
 
-def test_adapters_of_spread_layers_go_to_the_rollout_under_the_same_names():
-    runs = engine_runs.results(1)
+def test_adapters_of_spread_layers_go_to_the_rollout_under_the_same_names(engines):
+    runs = engines(1)
     assert runs["spread_lora"]["exported"] == runs["lora"]["exported"]
     assert runs["spread"]["exported"] == runs["none"]["exported"]

@@ -11,58 +11,13 @@ import time
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.verl import harness
-from tests.verl.conftest import placed
+from tests.verl.conftest import REWARD_POSITIONS, STEPS, grpo_overrides, placed
 from verl_ext_sharding.monitor import events
 
 pytestmark = pytest.mark.verl
-
-POSITIONS = 48
-STEPS = 2
-
-
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory):
-    """A sequence classifier with fewer positions than a prompt and its response can have."""
-    folder = str(tmp_path_factory.mktemp("reward-model"))
-    tokenizer = AutoTokenizer.from_pretrained(harness.files().model)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        **shape,
-        vocab_size=320,
-        num_key_value_heads=2,
-        max_position_embeddings=POSITIONS,
-        num_labels=1,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def overrides(reward_model, steps):
-    lines = [line for line in harness.base_overrides(steps) if "adv_estimator" not in line]
-    lines = [line for line in lines if "custom_reward_function" not in line]
-    return [
-        *lines,
-        "algorithm.adv_estimator=grpo",
-        "algorithm.use_kl_in_reward=False",
-        "actor_rollout_ref.rollout.n=2",
-        "reward.reward_model.enable=True",
-        f"reward.reward_model.model_path={reward_model}",
-        "reward.reward_model.rollout.name=hf",
-        "reward.reward_model.rollout.tensor_model_parallel_size=1",
-        "sharding.roles.reward.dtype=float32",
-    ]
-
-
-@pytest.fixture(scope="module")
-def scored(reward_model, tmp_path_factory):
-    lines = [*overrides(reward_model, STEPS), *placed(actor=[0, 1], reward=[3]), "trainer.test_freq=2"]
-    return harness.run_trainer(tmp_path_factory.mktemp("scored"), lines, env={"VERL_LOGGING_LEVEL": "DEBUG"})
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +27,7 @@ def killed(reward_model, tmp_path_factory):
     output = folder / "live.log"
     killer = threading.Thread(target=_kill_servers, args=(output, folder / "metrics.jsonl"), daemon=True)
     killer.start()
-    lines = [*overrides(reward_model, 20), *placed(actor=[0, 1], reward=[2])]
+    lines = [*grpo_overrides(reward_model, 20), *placed(actor=[0, 1], reward=[2])]
     started = time.monotonic()
     job = harness.run_trainer(folder, lines, live=output)
     return job, time.monotonic() - started
@@ -88,28 +43,28 @@ def _kill_servers(output, metrics):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_reward_model_scores_on_its_own_device(scored):
-    harness.assert_trained(scored, STEPS)
-    assert scored.placement["reward"] == [3]
-    assert scored.placement["actor"] == [0, 1]
+def test_a_reward_model_scores_on_its_own_device(grpo):
+    harness.assert_trained(grpo, STEPS)
+    assert grpo.placement["reward"] == [2]
+    assert not {row["accelerator"] for row in grpo.rows if row["role"] != "reward"} & {"2"}
 
 
-def test_scores_are_finite_and_differ(scored):
+def test_scores_are_finite_and_differ(grpo):
     for step in range(1, STEPS + 1):
-        metrics = scored.metrics[step]
+        metrics = grpo.metrics[step]
         assert all(math.isfinite(metrics[f"critic/score/{name}"]) for name in ("mean", "max", "min"))
         assert metrics["critic/score/max"] > metrics["critic/score/min"]
 
 
-def test_over_long_samples_are_cut_and_counted(scored):
+def test_over_long_samples_are_cut_and_counted(grpo):
     for step in range(1, STEPS + 1):
-        assert 0 < scored.metrics[step]["reward_input/clip_ratio"] <= 1
-        assert scored.metrics[step]["reward_input/tokens/max"] <= POSITIONS
-    assert "can exceed the reward model's 48" in scored.output
+        assert 0 < grpo.metrics[step]["reward_input/clip_ratio"] <= 1
+        assert grpo.metrics[step]["reward_input/tokens/max"] <= REWARD_POSITIONS
+    assert "can exceed the reward model's 48" in grpo.output
 
 
-def test_scores_are_those_of_transformers_itself(scored, reward_model):
-    texts = [line.partition("scored ")[2] for line in scored.output.splitlines() if 'scored {"text"' in line]
+def test_scores_are_those_of_transformers_itself(grpo, reward_model):
+    texts = [line.partition("scored ")[2] for line in grpo.output.splitlines() if 'scored {"text"' in line]
     samples = [json.loads(text) for text in texts]
     assert len(samples) > 20
     tokenizer = AutoTokenizer.from_pretrained(reward_model)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.verl import harness
-from tests.verl.conftest import STEPS, placed
+from tests.verl.conftest import SAVED, STEPS, placed, resume_from
 
 pytestmark = pytest.mark.verl
-
-SAVED = 2
-"""Step whose checkpoint goes to the other layout; that layout's next one comes back."""
 
 
 def overrides(folder, steps: int, *, spread: bool) -> list[str]:
@@ -26,12 +23,10 @@ def overrides(folder, steps: int, *, spread: bool) -> list[str]:
 
 
 def resumed(folder, name: str, step: int, *, spread: bool) -> harness.Job:
-    """One more step from a checkpoint of the other layout."""
-    other = f"{folder}/checkpoints-{'sharded' if spread else 'spread'}/global_step_{step}"
-    lines = [line for line in overrides(folder, step + 1, spread=spread) if not line.startswith("trainer.resume_mode")]
-    return harness.run_trainer(
-        folder / name, [*lines, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={other}"]
-    )
+    """One more step from a checkpoint of the other layout: first of the spread run's, then of what came of it."""
+    other = folder / f"checkpoints-{'sharded' if spread else 'spread'}"
+    lines = [*overrides(folder, step + 1, spread=spread), *resume_from(other, step)]
+    return harness.run_trainer(folder / name, lines)
 
 
 @pytest.fixture(scope="module")

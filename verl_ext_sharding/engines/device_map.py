@@ -26,7 +26,7 @@ from verl_ext_sharding.engines.meta_models import meta_model
 from verl_ext_sharding.engines.optimizer_states import Where
 from verl_ext_sharding.errors import ConfigError, PlacementError
 from verl_ext_sharding.placement.device_map import HOST, LayerMap, LayerRow, Place, rows
-from verl_ext_sharding.training import alignment, compute_dtype
+from verl_ext_sharding.training import alignment, compute_dtype, gradient_norm
 from verl_ext_sharding.training.layer_map import DeviceNeeds, plan_layers
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,16 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
                 peak_gib = torch.get_device_module(device.type).max_memory_allocated(device) / 2**30
                 outputs["metrics"][f"max_memory_allocated_gb/device_{number}"] = [peak_gib]
         return outputs
+
+    def optimizer_step(self) -> float:
+        """As verl's; where gradients lie on host and devices, they are clipped before verl finds nothing left to clip."""
+        step: Callable[[], float] = super().optimizer_step  # type: ignore[misc]
+        scaled = self.scaler is not None  # verl unscales them first
+        if scaled or len({home.type for home in self.homes.values()}) == 1:
+            return step()
+        norm = gradient_norm.clip(self.module.parameters(), self.optimizer_config.clip_grad)
+        step()
+        return norm
 
     # Moving
 
