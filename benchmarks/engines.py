@@ -420,8 +420,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29511")
     os.environ[envs.SPEC] = spec_text("actor", RoleMeasures())  # before `import verl`, as in a worker of a run
-    import verl  # noqa: F401  (loads the plugin)
-    import verl.workers.engine_workers  # noqa: F401  (here: verl keeps import errors, and with them the frames that imported it)
+    import verl.workers.engine_workers  # noqa: F401  (loads the plugin; verl keeps import errors, and they this frame)
 
     if not args.tiny:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -111,8 +111,7 @@ def main(file: Path, second: str) -> None:
         os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
     found = cases(second)
     os.environ[envs.SPEC] = engine_runs.spec_of(found[0]).to_json()
-    import verl  # noqa: F401  (loads the plugin)
-    import verl.workers.engine_workers  # noqa: F401  (here: verl keeps import errors, and with them the frames that imported it)
+    import verl.workers.engine_workers  # noqa: F401  (loads the plugin; verl keeps import errors, and they this frame)
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
