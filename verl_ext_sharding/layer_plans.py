@@ -14,8 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.facts import uses_lora
-from verl_ext_sharding.config.measures import ENGINE_BLOCK as _ENGINE
-from verl_ext_sharding.config.measures import ENGINE_ROLES, LayerSpread, RoleMeasures
+from verl_ext_sharding.config.measures import ENGINE_BLOCK, ENGINE_ROLES, MODEL_BLOCK, LayerSpread, RoleMeasures
 from verl_ext_sharding.config.schema import ShardingConfig
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.bundles import Placement
@@ -24,7 +23,6 @@ from verl_ext_sharding.placement.job import JobFacts
 
 logger = logging.getLogger(__name__)
 
-_MODEL = {"actor": "actor_rollout_ref.model", "ref": "actor_rollout_ref.model", "critic": "critic.model"}
 _ITEM_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 _ADAM_STATES = 2
 
@@ -89,7 +87,7 @@ def plan_spread(
         ]
         spread[role] = replace(layers, reserved_bytes=tuple(reserved))
         if models[role] is None:
-            path = OmegaConf.select(config, f"{_MODEL[role]}.path")
+            path = OmegaConf.select(config, f"{MODEL_BLOCK[role]}.path")
             logger.warning("device map of %s: checked in the worker, since the driver can't read %s", role, path)
             continue
         maps[role] = _map(config, role, models[role], spread[role])
@@ -99,7 +97,7 @@ def plan_spread(
 def planned_rows(config: DictConfig, layer_map: LayerMap) -> tuple[LayerRow, ...]:
     """The map as a table; a reference and a base model under LoRA have neither gradients nor optimizer states."""
     role = layer_map.role
-    return rows(layer_map, num_states=0 if role == "ref" or uses_lora(config, _MODEL[role]) else 1 + _ADAM_STATES)
+    return rows(layer_map, num_states=0 if role == "ref" or uses_lora(config, MODEL_BLOCK[role]) else 1 + _ADAM_STATES)
 
 
 def _device_bytes(request: ShardingConfig) -> int | None:
@@ -136,7 +134,7 @@ def _model(config: DictConfig, role: str, *, valued: bool) -> Any:
 
     from verl_ext_sharding.engines.meta_models import meta_model
 
-    block = OmegaConf.select(config, _MODEL[role])
+    block = OmegaConf.select(config, MODEL_BLOCK[role])
     path = block.get("hf_config_path", None) or block.path
     trust = bool(block.get("trust_remote_code", False))
     try:
@@ -148,7 +146,7 @@ def _model(config: DictConfig, role: str, *, valued: bool) -> Any:
         setattr(hf_config, key, value)
     model_type = "value_model" if valued else "language_model"
     model = meta_model(hf_config, role=role, model_type=model_type, trust_remote_code=trust)
-    if uses_lora(config, _MODEL[role]):
+    if uses_lora(config, MODEL_BLOCK[role]):
         model.requires_grad_(False)
     return model
 
@@ -162,11 +160,11 @@ def _overridden(block: DictConfig) -> dict[str, Any]:
 
 
 def _dtype(config: DictConfig, role: str) -> str:
-    asked = OmegaConf.select(config, f"{_ENGINE[role]}.model_dtype", default=None)
+    asked = OmegaConf.select(config, f"{ENGINE_BLOCK[role]}.model_dtype", default=None)
     name = str(asked) if asked is not None else ("bf16" if role == "ref" else "fp32")
     if name not in _ITEM_BYTES:
         raise ConfigError(
-            f"{_ENGINE[role]}.model_dtype",
+            f"{ENGINE_BLOCK[role]}.model_dtype",
             expected=f"one of {', '.join(_ITEM_BYTES)}",
             found=name,
             consequence="the run does not start",
@@ -180,7 +178,7 @@ def _kept_bytes(config: DictConfig, role: str, model: Any, placement: Placement)
     pool = placement.pool_of(role)
     if model is None or pool is None:
         return 0
-    engine = OmegaConf.select(config, _ENGINE[role])
+    engine = OmegaConf.select(config, ENGINE_BLOCK[role])
     item = _ITEM_BYTES[_dtype(config, role)]
     sharded_reference = role == "ref" and pool.layout == "fsdp"  # verl keeps it on the host
     weights = 0 if engine.get("param_offload", False) or sharded_reference else item

@@ -18,6 +18,9 @@ ENGINE_BLOCK = {
 }
 """Where verl's config has the FSDP engine of each role."""
 
+MODEL_BLOCK = {"actor": "actor_rollout_ref.model", "ref": "actor_rollout_ref.model", "critic": "critic.model"}
+"""Where verl's config has the model of each role."""
+
 
 @dataclass(kw_only=True, frozen=True)
 class LayerSpread:

@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext_sharding.config.measures import ENGINE_BLOCK
+from verl_ext_sharding.config.measures import ENGINE_BLOCK, MODEL_BLOCK
+from verl_ext_sharding.config.offload_plan import OffloadRequest, resolve_offload
 from verl_ext_sharding.config.schema import RoleConfig, ShardingConfig
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.job import JobFacts
 
-_MODEL_BLOCK = {"actor": "actor_rollout_ref.model", "ref": "actor_rollout_ref.model", "critic": "critic.model"}
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 _MAX_HEADER_BYTES = 100 << 20
 """Limit of the safetensors format."""
@@ -51,10 +51,8 @@ def _roles(facts: JobFacts) -> Iterator[str]:
 def _notes(
     role: str, config: RoleConfig, facts: JobFacts, current: Mapping[str, Any], explicit: Collection[str]
 ) -> tuple[str, ...]:
-    from verl_ext_sharding.training.offload_plan import OffloadRequest, resolve_offload  # needs no torch
-
     engine, offload = ENGINE_BLOCK[role], config.offload
-    stored_bytes = parameter_bytes(current.get(f"{_MODEL_BLOCK[role]}.path"), current.get(f"{engine}.model_dtype"))
+    stored_bytes = parameter_bytes(current.get(f"{MODEL_BLOCK[role]}.path"), current.get(f"{engine}.model_dtype"))
     if role == "ref":
         if offload.params is False:
             raise _always_offloaded(stored_bytes)
@@ -65,7 +63,7 @@ def _notes(
         requested = OffloadRequest(
             params=_either(offload.params, current.get(f"{engine}.param_offload")),
             optimizer=_either(offload.optimizer, current.get(f"{engine}.optimizer_offload")),
-            activations=_either(offload.activations, current.get(f"{_MODEL_BLOCK[role]}.enable_activation_offload")),
+            activations=_either(offload.activations, current.get(f"{MODEL_BLOCK[role]}.enable_activation_offload")),
         )
     plan = resolve_offload(
         strategy=facts.engines[role].strategy,

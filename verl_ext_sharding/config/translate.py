@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.changes import KeyChange
-from verl_ext_sharding.config.measures import ENGINE_BLOCK, ENGINE_ROLES, handled_keys
+from verl_ext_sharding.config.measures import ENGINE_BLOCK, ENGINE_ROLES, MODEL_BLOCK, handled_keys
 from verl_ext_sharding.config.offload import offload_notes
 from verl_ext_sharding.config.reward_keys import acting_keys, reward_changes
 from verl_ext_sharding.config.rollout_limits import KEYS as ROLLOUT_LIMITS
@@ -19,7 +19,6 @@ from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.placement.job import JobFacts
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_MODEL_BLOCK = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
 _MICRO_BATCH = {
     "actor": (
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -115,8 +114,8 @@ def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[Key
         yield KeyChange(key=f"{engine}.mixed_precision", new=precision, why=f"{prefix}.compute_dtype")
     if role == "ref" and (config.gradient_checkpointing or config.offload.activations or config.offload.optimizer):
         raise _no_backward(prefix)
-    if isinstance(config.gradient_checkpointing, bool) and role in _MODEL_BLOCK:
-        key = f"{_MODEL_BLOCK[role]}.enable_gradient_checkpointing"
+    if isinstance(config.gradient_checkpointing, bool) and role != "ref":
+        key = f"{MODEL_BLOCK[role]}.enable_gradient_checkpointing"
         yield KeyChange(key=key, new=config.gradient_checkpointing, why=f"{prefix}.gradient_checkpointing")
     spread = config.layout == "device_map"
     if config.offload.params is not None and (role != "ref" or spread):
@@ -128,8 +127,8 @@ def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[Key
     if getattr(config, "logits", None) is not None:  # ours take the place of verl's own fused kernels
         key = "actor_rollout_ref.model.use_fused_kernels"
         yield KeyChange(key=key, new=False, why=f"{prefix}.logits")
-    if config.offload.activations is False and role in _MODEL_BLOCK:
-        key = f"{_MODEL_BLOCK[role]}.enable_activation_offload"
+    if config.offload.activations is False and role != "ref":
+        key = f"{MODEL_BLOCK[role]}.enable_activation_offload"
         yield KeyChange(key=key, new=False, why=f"{prefix}.offload.activations")
     if config.micro_batch_size is not None and config.max_tokens is not None:
         raise _two_micro_batches(prefix)

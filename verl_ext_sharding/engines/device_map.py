@@ -42,6 +42,7 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
     """In front of one of verl's FSDP engines, in a process group of one rank."""
 
     optimizer: torch.optim.Optimizer | None
+    optimizer_config: Any
     checkpoint_manager: Any
     _is_lora: bool
     _qat_enabled: bool

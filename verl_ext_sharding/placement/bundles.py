@@ -152,6 +152,27 @@ class Promise:
         """JSON for the worker's environment."""
         return json.dumps(asdict(self), sort_keys=True)
 
+    def verify(self, subject: str, *, node_id: str, accelerator_id: str) -> None:
+        """Compares the place that a worker got with this one.
+
+        Args:
+            subject: Whose place it is, for the message.
+            node_id: Ray's id of the node where it is.
+            accelerator_id: Id of the accelerator that it has there.
+
+        Raises:
+            PlacementError: They differ.
+        """
+        if (node_id, accelerator_id) == (self.node_id, self.accelerator_id):
+            return
+        raise PlacementError(
+            subject,
+            expected=f"accelerator {self.accelerator_id} of node {self.node_id[:8]}",
+            found=f"accelerator {accelerator_id} of node {node_id[:8]}",
+            consequence="the run stops before a model loads there",
+            remedy="check that nothing sets CUDA_VISIBLE_DEVICES per process, and that no other job uses these devices",
+        )
+
     @classmethod
     def from_json(cls, text: str) -> Promise:
         """The inverse of `to_json`."""

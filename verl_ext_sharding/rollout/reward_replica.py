@@ -87,11 +87,6 @@ def _require_places(places: list[dict[str, Any]]) -> None:
         )
     for place in places:
         promise = Promise.from_json(place["promise"]) if place["promise"] else None
-        if promise and (promise.node_id, promise.accelerator_id) != (place["node_id"], place["accelerator_id"]):
-            raise PlacementError(
-                f"reward server on device {promise.device}",
-                expected=f"accelerator {promise.accelerator_id}",
-                found=f"accelerator {place['accelerator_id']} of node {place['node']}",
-                consequence="the run stops before the reward model loads",
-                remedy="report this with the output of `verl-sharding doctor`",
-            )
+        if promise is not None:
+            subject = f"reward server on device {promise.device}"
+            promise.verify(subject, node_id=place["node_id"], accelerator_id=place["accelerator_id"])

@@ -58,19 +58,7 @@ def verify_device() -> None:
         return
     promise = Promise.from_json(promised)
     node_id, accelerator_id = node_and_accelerator(get_platform().ray_resource_name())
-    if (node_id, accelerator_id) == (promise.node_id, promise.accelerator_id):
-        _verify_visible(promise)
-        return
-    raise PlacementError(
-        f"device {promise.device} of the job",
-        expected=f"accelerator {promise.accelerator_id} of node {promise.node_id[:8]}",
-        found=f"accelerator {accelerator_id} of node {node_id[:8]}",
-        consequence="the run stops before the model loads",
-        remedy="check that nothing sets CUDA_VISIBLE_DEVICES per process, and that no other job uses these devices",
-    )
-
-
-def _verify_visible(promise: Promise) -> None:
+    promise.verify(f"device {promise.device} of the job", node_id=node_id, accelerator_id=accelerator_id)
     found = os.environ.get(promise.visible_variable, "") if promise.visible else ""
     if found == ",".join(promise.visible):
         return

@@ -16,7 +16,6 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from verl_ext_sharding.cli import render
 from verl_ext_sharding.config.spec import RunSpec
-from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.monitor import events
 from verl_ext_sharding.patch_points import reward_loop_workers
 from verl_ext_sharding.placement.bundles import Promise
@@ -177,14 +176,9 @@ def _groups(trainer: Any) -> dict[str, Any]:
 
 def _row(role: str, rank: int, answer: dict[str, Any]) -> dict[str, Any]:
     promise = Promise.from_json(answer["promise"]) if answer["promise"] else None
-    if promise and (promise.node_id, promise.accelerator_id) != (answer["node_id"], answer["accelerator_id"]):
-        raise PlacementError(
-            f"{role} rank {rank}",
-            expected=f"device {promise.device}, accelerator {promise.accelerator_id}",
-            found=f"accelerator {answer['accelerator_id']} of node {answer['node']}",
-            consequence="the run stops before training",
-            remedy="report this with the output of `verl-sharding doctor`",
-        )
+    if promise is not None:
+        subject = f"{role} rank {rank} on device {promise.device}"
+        promise.verify(subject, node_id=answer["node_id"], accelerator_id=answer["accelerator_id"])
     ours = [part for part in answer["worker_classes"] if role in part.split("_") or part == ""]
     part = ours[0] if ours else next(iter(answer["worker_classes"]))
     return {

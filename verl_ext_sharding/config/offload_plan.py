@@ -8,18 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from verl_ext_sharding.config.measures import ENGINE_BLOCK
 from verl_ext_sharding.errors import ConfigError
 
 TRAINED = ("actor", "critic")
 FORWARD_ONLY = ("ref",)
 STRATEGIES = ("fsdp", "fsdp2")
-
-_PREFIX = {
-    "actor": "actor_rollout_ref.actor.fsdp_config",
-    "ref": "actor_rollout_ref.ref.fsdp_config",
-    "critic": "critic.fsdp",
-}
-"""verl's own keys of each role's engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +173,7 @@ def _check_names(strategy: str, role: str) -> str:
                 consequence="there is no FSDP engine whose tensors could be offloaded",
                 remedy=f"sharding.roles.{role}.offload={{params: null, optimizer: null, activations: null}}",
             )
-    return _PREFIX[role]
+    return ENGINE_BLOCK[role]
 
 
 def _check_reshard(prefix: str, reshard_after_forward: bool) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from verl_ext_sharding.config.offload_plan import OffloadRequest, resolve_offload
 from verl_ext_sharding.errors import ConfigError
-from verl_ext_sharding.training.offload_plan import OffloadRequest, resolve_offload
 
 GIB = 2**30
 
