@@ -31,7 +31,8 @@ def resume_from(folder, step: int) -> list[str]:
 @pytest.fixture(scope="session")
 def colocated(once):
     """Every role on every device: verl's own pool, with the plugin on."""
-    return once("colocated", lambda folder: harness.run_trainer(folder, harness.base_overrides(SAVED + STEPS)))
+    lines = harness.base_overrides(SAVED + STEPS, num_devices=2)
+    return once("colocated", lambda folder: harness.run_trainer(folder, lines))
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +54,7 @@ def split(once):
 @pytest.fixture(scope="session")
 def overlapping(once, split):
     """Lists that overlap without being equal, so that processes share devices; goes on from what `split` saved."""
-    lines = [*placed(actor=[0, 1], critic=[1, 2], ref=[0, 3]), *resume_from(split[1], SAVED)]
+    lines = [*placed(actor=[0, 1], critic=[1, 2], ref=[0]), *resume_from(split[1], SAVED)]
     return once(
         "overlapping", lambda folder: harness.run_trainer(folder, [*harness.base_overrides(SAVED + STEPS), *lines])
     )
