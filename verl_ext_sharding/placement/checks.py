@@ -6,11 +6,10 @@ so that they run the same in the driver, in `verl-sharding plan` and in tests.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_ext_sharding.errors import PlacementError
+from verl_ext_sharding.placement.batches import check_batches, refusal, round_up
 from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.placement.devices import format_devices
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts, ServerFacts
@@ -54,17 +53,17 @@ def check_layout(placement: Placement, facts: JobFacts) -> None:
         devices = placement.devices_of(role)
         _check_one_process(role, engine, placement)
         if devices and placement.processes_of(role) % engine.model_parallel_size:
-            raise _error(
+            raise refusal(
                 f"devices of {role}",
                 f"a multiple of {engine.model_parallel_size}, the ranks that one sample of {engine.strategy} takes",
                 f"{len(devices)} devices {format_devices(devices)}",
-                f"give {role} {_round_up(len(devices), engine.model_parallel_size)} devices, or lower its model-parallel size",
+                f"give {role} {round_up(len(devices), engine.model_parallel_size)} devices, or lower its model-parallel size",
             )
     actor = placement.devices_of("actor")
     replica = facts.rollout.ranks_per_replica
     if not placement.is_even(actor) and replica > 1 and facts.hybrid_rollout:
         counts = [len(numbers) for numbers in placement.per_node(actor)]
-        raise _error(
+        raise refusal(
             "sharding.roles.actor.devices",
             f"the same number on each node, since a rollout server spans {replica} ranks",
             f"{counts} devices per node",
@@ -79,71 +78,15 @@ def _check_one_process(role: str, engine: EngineFacts, placement: Placement) -> 
         return
     subject = f"sharding.roles.{role}.layout=device_map"
     if not engine.strategy.startswith("fsdp"):
-        raise _error(subject, "strategy fsdp or fsdp2", engine.strategy, f"sharding.roles.{role}.layout=fsdp")
+        raise refusal(subject, "strategy fsdp or fsdp2", engine.strategy, f"sharding.roles.{role}.layout=fsdp")
     if engine.model_parallel_size > 1:
         key = "critic.fsdp" if role == "critic" else f"actor_rollout_ref.{role}.fsdp_config"
-        raise _error(
+        raise refusal(
             subject,
             "one rank: a process holds the whole model, and nothing is left to share its sequences with",
             f"ulysses_sequence_parallel_size={engine.model_parallel_size}",
             f"{key}.ulysses_sequence_parallel_size=1, or sharding.roles.{role}.layout=fsdp",
         )
-
-
-def check_batches(placement: Placement, facts: JobFacts) -> None:
-    """Samples of a step must divide by each role's data-parallel size.
-
-    verl checks the actor only; for the others `KVBatchMeta.chunk` makes uneven chunks without a word and an assert
-    fires minutes later (trainer/ppo/v1/trainer_base.py, workers/engine_workers.py).
-    """
-    prompts = facts.train_batch_size // max(1, facts.parameter_sync_step)
-    samples = prompts * facts.rollout_n
-    ranks_of = _data_parallel_ranks(placement, facts)
-    unit = math.lcm(*(ranks // math.gcd(ranks, facts.rollout_n) for ranks in ranks_of.values()))
-    for role, ranks in ranks_of.items():
-        where = f"{role} has {ranks} data-parallel ranks on devices {format_devices(placement.devices_of(role))}"
-        if samples % ranks:
-            better = _round_up(prompts, unit) * max(1, facts.parameter_sync_step)
-            raise _error(
-                "data.train_batch_size",
-                f"a number of samples that divides by {ranks}: {where}",
-                f"{prompts} prompts x {facts.rollout_n} responses = {samples} samples in one update",
-                f"data.train_batch_size={better}, or another number of devices for {role}",
-            )
-        mini = facts.engines[role].mini_batch_size
-        if mini is not None and (mini * facts.rollout_n) % ranks:
-            key = "critic.ppo_mini_batch_size" if role == "critic" else "actor_rollout_ref.actor.ppo_mini_batch_size"
-            better = _round_up(mini, ranks // math.gcd(ranks, facts.rollout_n))
-            raise _error(
-                key,
-                f"a number of samples that divides by {ranks}: {where}",
-                f"{mini} prompts x {facts.rollout_n} responses = {mini * facts.rollout_n} samples",
-                f"{key}={better}, or another number of devices for {role}",
-            )
-        _check_micro_batches(role, facts.engines[role], samples // ranks, ranks, facts)
-
-
-def _check_micro_batches(role: str, engine: EngineFacts, samples_per_rank: int, ranks: int, facts: JobFacts) -> None:
-    """One rank's samples must divide by the micro-batch (workers/engine/utils.py, prepare_micro_batches)."""
-    mini = engine.mini_batch_size
-    mini_per_rank = samples_per_rank if mini is None else mini * facts.rollout_n // ranks
-    for micro in engine.micro_batches:
-        samples = samples_per_rank if micro.of_step else mini_per_rank
-        if samples % micro.samples:
-            fits = max(size for size in range(1, min(samples, micro.samples) + 1) if samples % size == 0)
-            raise _error(
-                micro.key,
-                f"a size that divides the {samples} samples that each of the {ranks} ranks of {role} gets from one "
-                f"{'update' if micro.of_step else 'mini-batch'}",
-                str(micro.samples),
-                f"{micro.key}={fits}",
-            )
-
-
-def _data_parallel_ranks(placement: Placement, facts: JobFacts) -> dict[str, int]:
-    """Data-parallel ranks of each role that trains or evaluates."""
-    sizes = {role: placement.processes_of(role) // engine.model_parallel_size for role, engine in facts.engines.items()}
-    return {role: size for role, size in sizes.items() if size}
 
 
 def check_servers(placement: Placement, facts: JobFacts) -> None:
@@ -161,7 +104,7 @@ def check_servers(placement: Placement, facts: JobFacts) -> None:
         size = server.ranks_per_replica
         pool = placement.pool_of("actor")
         if role == "rollout" and pool is not None and pool.layout == "device_map" and size > 1:
-            raise _error(
+            raise refusal(
                 keys[role],
                 "1: verl serves rollout in the actor's processes, and with sharding.roles.actor.layout=device_map there is "
                 f"one, on device {devices[0]}",
@@ -169,12 +112,12 @@ def check_servers(placement: Placement, facts: JobFacts) -> None:
                 f"{keys[role]}=1, or sharding.roles.actor.layout=fsdp",
             )
         if not _servers_fit(size, per_node):
-            raise _error(
+            raise refusal(
                 keys[role],
                 f"servers that fill the {len(devices)} devices {format_devices(devices)} of {role} ({per_node} per node), "
                 "each within a node or on whole nodes of equal size",
                 f"{size} ranks for one {server.name} server",
-                f"{_smaller_server(keys[role], server, per_node)}, or give {role} {_round_up(len(devices), size)} devices",
+                f"{_smaller_server(keys[role], server, per_node)}, or give {role} {round_up(len(devices), size)} devices",
             )
 
 
@@ -231,7 +174,7 @@ def check_cluster(placement: Placement, facts: JobFacts, nodes: Sequence[NodeRes
     needed = per_node * wanted
     for node in hosts:
         if node.num_cpus < needed:
-            raise _error(
+            raise refusal(
                 f"CPUs of node {node.name}",
                 f"{per_node} devices x {wanted} worker processes = {needed} CPUs",
                 f"{node.num_cpus:g} CPUs free; verl would wait for ever in pg.ready()",
@@ -239,7 +182,7 @@ def check_cluster(placement: Placement, facts: JobFacts, nodes: Sequence[NodeRes
             )
     if not enough:
         total = _bundle_cpus(placement, placement.most_processes) + queue
-        raise _error(
+        raise refusal(
             "CPUs of the cluster",
             f"{total} CPUs: {placement.most_processes} for each device's worker processes and {queue} for TransferQueue",
             f"{sum(n.num_cpus for n in nodes):g} CPUs free; verl would wait for ever",
@@ -276,7 +219,7 @@ def _check_devices(placement: Placement, nodes: Sequence[NodeResources]) -> None
     total = sum(n.num_devices for n in nodes)
     found = ", ".join(f"{n.name}: {n.num_devices}" for n in nodes) or "no nodes"
     if len(big_enough) < topology.num_nodes:
-        raise _error(
+        raise refusal(
             "devices of the cluster",
             f"{topology.num_nodes} nodes with {topology.devices_per_node} free devices each "
             "(trainer.nnodes x trainer.n_gpus_per_node)",
@@ -285,7 +228,7 @@ def _check_devices(placement: Placement, nodes: Sequence[NodeResources]) -> None
         )
     if total < topology.num_devices + elsewhere:
         own = ", ".join(f"{role} {count}" for role, count in placement.reserved.items())
-        raise _error(
+        raise refusal(
             "devices of the cluster",
             f"{topology.num_devices} for the trainer and {elsewhere} for pools of their own ({own})",
             f"{total} free ({found})",
@@ -301,11 +244,3 @@ def _proposal(sizes: Sequence[int], wanted: int) -> str:
     layouts = {(count, min(sizes[count - 1], wanted // count)) for count in range(1, min(len(sizes), wanted) + 1)}
     best = sorted(layouts, key=lambda layout: (-(layout[0] * layout[1]), layout[0]))[:2]
     return " or ".join(f"trainer.nnodes={n} trainer.n_gpus_per_node={d} ({n * d} devices)" for n, d in best)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return max(multiple, math.ceil(number / multiple) * multiple)
-
-
-def _error(subject: str, expected: str, found: str, remedy: str) -> PlacementError:
-    return PlacementError(subject, expected=expected, found=found, consequence="the run does not start", remedy=remedy)
