@@ -24,8 +24,11 @@ def _job(roles=("actor", "ref", "critic"), *, nodes=1, devices=4, engines=None, 
 
 
 def pytest_collection_modifyitems(items):
-    """Runs of verl come first: of several test processes, none is then left alone with the longest."""
-    items.sort(key=lambda item: item.get_closest_marker("verl") is None)
+    """Runs of verl come first: of several test processes, none is then left alone with the longest.
+
+    Of these, tests/cases comes last, which waits for what others make (`engines`).
+    """
+    items.sort(key=lambda item: (item.get_closest_marker("verl") is None, item.path.parent.name == "cases"))
 
 
 @pytest.fixture(scope="session")

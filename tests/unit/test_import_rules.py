@@ -18,7 +18,7 @@ ROOT = Path(verl_ext_sharding.__file__).parent
 US = ROOT.name
 HEAVY = {"torch", "ray", "verl", "transformers", "vllm", "sglang", "tensordict", "transfer_queue"}
 
-PLACEMENT = ("devices", "layer_keys", "device_map", "job", "bundles", "checks", "table")
+PLACEMENT = ("devices", "layer_keys", "device_map", "job", "bundles", "batches", "checks", "table")
 """Modules of placement, each may import those to its left."""
 
 AT_LOADING = (
