@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training import attention, logprobs
-from verl_ext_sharding.training.attention import AttentionChoice
 
 GIB = 1024**3
 
@@ -198,6 +197,7 @@ def attention_rows(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> It
         "packed": {"input_ids": torch.cat(samples)[None], "position_ids": positions},
     }
     reference: torch.Tensor | None = None
+    attention.register()
 
     def hidden_of(layout: str) -> torch.Tensor:
         hidden = model.model(**inputs[layout], use_cache=False)[0]
@@ -210,7 +210,7 @@ def attention_rows(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> It
         ("packed", "varlen"),
         ("padded", "varlen"),
     ):
-        attention.apply(model, AttentionChoice(name=name, reason="benchmark"))
+        model.set_attn_implementation(name)
 
         def step(layout: str = layout) -> None:
             hidden_of(layout).float().square().mean().backward()
@@ -223,7 +223,6 @@ def attention_rows(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> It
             reference = found if reference is None else reference
             error = ((found - reference).abs().max() / reference.abs().max()).item()
         yield replace(row, error=error)
-    attention.remove(model)
 
 
 def render(rows: list[Row]) -> str:

@@ -16,7 +16,7 @@ from verl_ext_sharding.config.schema import CommunicationConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.errors import ClusterError, ConfigError
 from verl_ext_sharding.patching import ledger
-from verl_ext_sharding.placement.checks import NodeResources
+from verl_ext_sharding.placement.resources import NodeResources
 from verl_ext_sharding.workers.probe import compute_capabilities
 
 ANSWER_TIMEOUT_S = 120.0
@@ -28,9 +28,15 @@ def free_resources() -> list[NodeResources]:
     nodes = []
     for node in _alive():
         free = available.get(node["NodeID"], {})
-        devices = int(free.get("GPU", free.get("NPU", 0)))
-        name = node["NodeManagerAddress"]
-        nodes.append(NodeResources(name=name, num_devices=devices, num_cpus=float(free.get("CPU", 0))))
+        cpus = float(free.get("CPU", 0))
+        nodes.append(
+            NodeResources(
+                name=node["NodeManagerAddress"],
+                num_devices=_accelerators(free),
+                num_cpus=cpus,
+                cpus_taken=float(node["Resources"].get("CPU", 0)) - cpus,
+            )
+        )
     return sorted(nodes, key=lambda node: node.name)
 
 
@@ -51,19 +57,22 @@ def inspect_nodes(
         dtypes: What the roles compute in.
 
     Returns:
-        One setting for each communication variable, which all nodes can live with.
+        One setting for each communication variable, which all nodes with devices for the job can live with. A head
+        without GPUs, or a node with fewer than the job's smallest group of devices, takes part in no collective.
 
     Raises:
         ClusterError: A node differs from the driver, or could not answer in time.
         ConfigError: The user asks for what a node has not, or for a dtype that a role's device can't compute in.
     """
     nodes = _alive()
+    smallest = min(run.placement.group_sizes)
+    joins = [_accelerators(node["Resources"]) >= smallest for node in nodes]
     answers = [
         _answer.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False),
             runtime_env={"env_vars": dict(env_vars)},
-        ).remote(communication, dict(exports))
-        for node in nodes
+        ).remote(communication if joining else None, dict(exports))
+        for node, joining in zip(nodes, joins, strict=True)
     ]
     try:
         found = ray.get(answers, timeout=ANSWER_TIMEOUT_S)
@@ -80,7 +89,8 @@ def inspect_nodes(
             raise _other_code(node["NodeManagerAddress"], different)
     names = [f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}" for node in nodes]
     _check_dtypes(run, dtypes, dict(zip(names, (cards for _, _, cards in found), strict=True)))
-    return hygiene.merge(dict(zip(names, (settings for _, settings, _ in found), strict=True)))
+    settings = {name: settings for name, (_, settings, _) in zip(names, found, strict=True) if settings}
+    return hygiene.merge(settings)
 
 
 def _check_dtypes(run: RunSpec, dtypes: Sequence[DtypeUse], cards: Mapping[str, Sequence[Capability]]) -> None:
@@ -99,13 +109,18 @@ def _alive() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def _accelerators(resources: Mapping[str, float]) -> int:
+    """Devices among the resources of a node."""
+    return int(resources.get("GPU", resources.get("NPU", 0)))
+
+
 @ray.remote(num_cpus=0, max_retries=1)  # type: ignore[untyped-decorator, unused-ignore]
 def _answer(
-    communication: CommunicationConfig, exports: dict[str, str]
+    communication: CommunicationConfig | None, exports: dict[str, str]
 ) -> tuple[dict[str, str], list[hygiene.Setting], list[Capability]]:
     run = spec.current()
     digest = run.digest() if run is not None and not envs.disabled() else "not loaded"
-    settings = hygiene.decide_here(communication, exports)
+    settings = [] if communication is None else hygiene.decide_here(communication, exports)
     return {**ledger.parity(), "spec": digest}, settings, compute_capabilities()
 
 

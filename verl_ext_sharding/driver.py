@@ -24,17 +24,20 @@ from verl_ext_sharding.config.dtypes import dtype_uses, float16_notes
 from verl_ext_sharding.config.facts import job_facts
 from verl_ext_sharding.config.guards import Guards
 from verl_ext_sharding.config.measures import ENGINE_ROLES, RoleMeasures, measures_of
+from verl_ext_sharding.config.micro_batches import check_micro_batches
 from verl_ext_sharding.config.offload import offload_notes
 from verl_ext_sharding.config.recipe_keys import check_recipe_keys
 from verl_ext_sharding.config.reward import RewardServerSettings
 from verl_ext_sharding.config.reward_limits import ENABLE, is_discriminative
+from verl_ext_sharding.config.run_asserts import check_asserts
 from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
-from verl_ext_sharding.config.token_budget import check_token_budgets, longest_sequence, token_budgets
+from verl_ext_sharding.config.token_budget import check_token_budgets
 from verl_ext_sharding.config.translate import request_of, translate, values_of
+from verl_ext_sharding.config.values import resolving
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.monitor import events
-from verl_ext_sharding.placement import checks
+from verl_ext_sharding.placement import checks, resources
 from verl_ext_sharding.placement.bundles import Layout, Placement, place
 from verl_ext_sharding.placement.device_map import LayerMap
 from verl_ext_sharding.placement.job import JobFacts
@@ -80,34 +83,44 @@ def asked_for(config: DictConfig) -> bool:
     Raises:
         ConfigError: `trainer.plugin` has an unknown value, or `sharding` settings are there but the plugin is off.
     """
-    plugin = OmegaConf.select(config, "trainer.plugin", default=None)
-    if plugin == PLUGIN_NAME:
-        return True
-    if plugin is not None:
-        raise _unknown_plugin(plugin)
-    if "sharding" in config:
-        changed = request_of(config).changed()
+    with resolving(config):
+        plugin = OmegaConf.select(config, "trainer.plugin", default=None)
+        if plugin == PLUGIN_NAME:
+            return True
+        if plugin is not None:
+            raise _unknown_plugin(plugin)
+        changed = request_of(config).changed() if "sharding" in config else {}
         if changed:
             raise _not_switched_on(changed)
     return False
 
 
-def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Plan:
+def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None, *, node_names: tuple[str, ...] = ()) -> Plan:
     """Checks a request and sets verl's own keys for it, in place.
 
     Args:
         config: verl's composed config with `trainer.plugin=sharding`.
         explicit: `{key: value}` that the user wrote; None: read from Hydra.
+        node_names: Addresses of the job's nodes in verl's order, once Ray runs.
 
     Raises:
         ConfigError: Something can't be met as asked; nothing has been started.
     """
     global _prepared
-    if _prepared is not None and _prepared[0] is config:
-        return _prepared[1]
-    explicit = explicit_keys() if explicit is None else explicit
+    numbered = _prepared is not None and node_names in ((), _prepared[1].placement.topology.node_names)
+    if _prepared is None or _prepared[0] is not config or not numbered:
+        with resolving(config):
+            _prepared = config, _plan(config, explicit_keys() if explicit is None else explicit, node_names)
+    return _prepared[1]
+
+
+_prepared: tuple[DictConfig, Plan] | None = None
+"""The config that was prepared last: verl's main validates it before `run_ppo`, and both must see one plan."""
+
+
+def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str, ...]) -> Plan:
     _require_v1(config)
-    check_recipe_keys(config)
+    check_recipe_keys(config, explicit)
     request = request_of(config)
     facts = job_facts(config)
     placement = place(
@@ -115,6 +128,7 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
         facts,
         layouts=_layouts(request),
         colocate_count=request.placement.max_colocate_count,
+        node_names=node_names,
     )
     applied: list[KeyChange] = []
     if cpu.is_cpu(config):
@@ -126,8 +140,10 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
     applied += apply_changes(config, rollout_changes(config), explicit)
     facts = job_facts(config)
     values = values_of(config)
+    check_micro_batches(request, facts, values)
+    check_asserts(values, facts, placement)
     checks.check_job(placement, facts)
-    _check_token_budgets(values, facts, placement)
+    check_token_budgets(values, facts, placement)
     _check_hf_rollout(config)
     reward = reward_plans.check(config, request, facts)
     spread, maps = layer_plans.plan_spread(config, request, placement, facts)
@@ -135,7 +151,7 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
     notes = offload_notes(request, facts, values, explicit)
     notes += float16_notes(values, list(facts.engines))
     notes += reward_plans.notes(request, facts, values, reward_model)
-    plan = Plan(
+    return Plan(
         request=request,
         facts=facts,
         placement=placement,
@@ -148,12 +164,7 @@ def prepare(config: DictConfig, explicit: Mapping[str, str] | None = None) -> Pl
         table=replace(table, notes=(*table.notes, *notes)),
         critic_attention=OmegaConf.select(config, CRITIC_ATTENTION, default=None) is not None,
     )
-    _prepared = config, plan
-    return plan
 
-
-_prepared: tuple[DictConfig, Plan] | None = None
-"""The config that was prepared last: verl's main validates it before `run_ppo`, and both must see one plan."""
 
 LOGITS = "sharding.roles.*.logits"
 
@@ -167,12 +178,6 @@ def _layouts(request: ShardingConfig) -> dict[str, Layout]:
 
 
 _ROLES = ("actor", "rollout", "ref", "critic", "reward", "teacher")
-
-
-def _check_token_budgets(values: Mapping[str, Any], facts: JobFacts, placement: Placement) -> None:
-    ranks = {role: placement.processes_of(role) for role in facts.engines}
-    budgets = token_budgets(values, list(facts.engines), num_ranks=ranks)
-    check_token_budgets(budgets, longest_sequence(values))
 
 
 def _uses_hf(config: DictConfig) -> bool:
@@ -209,8 +214,10 @@ def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: 
         config: The composed config.
         task_runner_class: verl's or a recipe's Ray actor class.
     """
-    launchers.require_one_driver(joins_ray=cpu.finds_ray())
+    joins_ray = cpu.finds_ray()
+    launchers.require_one_driver(joins_ray=joins_ray)
     plan = prepare(config)
+    hygiene.check_exports(plan.request.communication, os.environ)
     if cpu.is_cpu(config):
         os.environ[envs.VERL_PLATFORM] = "cpu"
         os.environ.setdefault(envs.PRESTART, "0")
@@ -219,7 +226,7 @@ def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: 
     for role, layer_map in plan.maps.items():
         render.show_layers(role, layer_plans.planned_rows(config, layer_map), layer_map.notes)
     events.emit("stage", name="ray")
-    return original(config, task_runner_class=TaskRunnerGate(task_runner_class, plan, config))
+    return original(config, task_runner_class=TaskRunnerGate(task_runner_class, plan, config, joins_ray=joins_ray))
 
 
 class TaskRunnerGate:
@@ -231,19 +238,29 @@ class TaskRunnerGate:
         task_runner_class: The Ray actor class.
         plan: What the driver decided.
         config: The config that the runner will be given.
+        options: As given to a Ray actor class.
+        joins_ray: Ray ran before the job.
     """
 
     def __init__(
-        self, task_runner_class: Any, plan: Plan, config: DictConfig, options: Mapping[str, Any] | None = None
+        self,
+        task_runner_class: Any,
+        plan: Plan,
+        config: DictConfig,
+        options: Mapping[str, Any] | None = None,
+        *,
+        joins_ray: bool = False,
     ) -> None:
         self._task_runner_class = task_runner_class
         self._plan = plan
         self._config = config
         self._options = dict(options or {})
+        self._joins_ray = joins_ray
 
     def options(self, **options: Any) -> TaskRunnerGate:
         """As on a Ray actor class."""
-        return TaskRunnerGate(self._task_runner_class, self._plan, self._config, {**self._options, **options})
+        options = {**self._options, **options}
+        return TaskRunnerGate(self._task_runner_class, self._plan, self._config, options, joins_ray=self._joins_ray)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Checks cluster and nodes, then creates the runner in an environment that carries the run's spec.
@@ -256,7 +273,14 @@ class TaskRunnerGate:
 
         events.emit("stage", name="nodes")
         nodes = cluster.free_resources()
-        bundle_cpus = checks.check_cluster(self._plan.placement, self._plan.facts, nodes)
+        self._number_nodes(nodes)
+        bundle_cpus = resources.check_cluster(
+            self._plan.placement,
+            self._plan.facts,
+            nodes,
+            fixed=self._plan.request.placement.max_colocate_count is not None,
+            joins_ray=self._joins_ray,
+        )
         self._fit_transfer_queue(nodes, bundle_cpus)
         placement = self._plan.placement
         if bundle_cpus < placement.colocate_count:
@@ -286,10 +310,19 @@ class TaskRunnerGate:
         options = {**self._options, "runtime_env": runtime_env}
         return self._task_runner_class.options(**options).remote(*args, **kwargs)
 
-    def _fit_transfer_queue(self, nodes: Sequence[checks.NodeResources], bundle_cpus: int) -> None:
+    def _number_nodes(self, nodes: Sequence[resources.NodeResources]) -> None:
+        """Plans again where maps name nodes by address and Ray's other nodes give them other numbers."""
+        if self._plan.placement.topology.node_names:
+            plan = prepare(self._config, node_names=resources.nodes_of_job(self._plan.placement, nodes))
+            if plan is not self._plan:
+                self._plan = plan
+                render.show_changes(plan.changes)
+                render.show_placement(plan.table)
+
+    def _fit_transfer_queue(self, nodes: Sequence[resources.NodeResources], bundle_cpus: int) -> None:
         """TransferQueue holds a CPU for each storage unit, before verl reserves devices; too many would hang it."""
         facts = self._plan.facts
-        units = checks.storage_units_that_fit(self._plan.placement, facts, nodes, bundle_cpus)
+        units = resources.storage_units_that_fit(self._plan.placement, facts, nodes, bundle_cpus)
         if units < facts.transfer_queue_units - 1:
             key = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
             change = KeyChange(key=key, new=units, why="CPUs left beside the devices' bundles")

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext_sharding.config.dtypes import item_bytes, stored_dtype
 from verl_ext_sharding.config.facts import uses_lora
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, ENGINE_ROLES, MODEL_BLOCK, LayerSpread, RoleMeasures
 from verl_ext_sharding.config.schema import ShardingConfig
@@ -23,7 +24,6 @@ from verl_ext_sharding.placement.job import JobFacts
 
 logger = logging.getLogger(__name__)
 
-_ITEM_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 _ADAM_STATES = 2
 
 
@@ -110,7 +110,7 @@ def _map(config: DictConfig, role: str, model: Any, layers: LayerSpread) -> Laye
 
     from verl_ext_sharding.training.layer_map import DeviceNeeds, plan_layers
 
-    dtype = _dtype(config, role)
+    item = _item_bytes(config, role)
     memory = None
     if layers.device_bytes is not None:
         memory = tuple(max(0, layers.device_bytes - reserved) for reserved in layers.reserved_bytes)
@@ -123,8 +123,8 @@ def _map(config: DictConfig, role: str, model: Any, layers: LayerSpread) -> Laye
         role=role,
         num_devices=len(layers.devices),
         device_numbers=layers.devices,
-        dtype={4: torch.float32, 2: torch.bfloat16}[_ITEM_BYTES[dtype]],
-        needs=DeviceNeeds(memory_bytes=memory, extra_bytes_per_parameter=trained * _ITEM_BYTES[dtype]),
+        dtype={4: torch.float32, 2: torch.bfloat16}[item],
+        needs=DeviceNeeds(memory_bytes=memory, extra_bytes_per_parameter=trained * item),
     )
 
 
@@ -159,18 +159,19 @@ def _overridden(block: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in inner.items() if not isinstance(value, dict)}
 
 
-def _dtype(config: DictConfig, role: str) -> str:
-    asked = OmegaConf.select(config, f"{ENGINE_BLOCK[role]}.model_dtype", default=None)
-    name = str(asked) if asked is not None else ("bf16" if role == "ref" else "fp32")
-    if name not in _ITEM_BYTES:
+def _item_bytes(config: DictConfig, role: str) -> int:
+    """Bytes of one stored weight of a role."""
+    dtype = stored_dtype(role, OmegaConf.select(config, f"{ENGINE_BLOCK[role]}.model_dtype", default=None))
+    size = item_bytes(dtype)
+    if size is None:
         raise ConfigError(
             f"{ENGINE_BLOCK[role]}.model_dtype",
-            expected=f"one of {', '.join(_ITEM_BYTES)}",
-            found=name,
+            expected="fp32, bf16 or fp16",
+            found=dtype,
             consequence="the run does not start",
             remedy=f"sharding.roles.{role}.dtype=float32",
         )
-    return name
+    return size
 
 
 def _kept_bytes(config: DictConfig, role: str, model: Any, placement: Placement) -> int:
@@ -179,7 +180,7 @@ def _kept_bytes(config: DictConfig, role: str, model: Any, placement: Placement)
     if model is None or pool is None:
         return 0
     engine = OmegaConf.select(config, ENGINE_BLOCK[role])
-    item = _ITEM_BYTES[_dtype(config, role)]
+    item = _item_bytes(config, role)
     sharded_reference = role == "ref" and pool.layout == "fsdp"  # verl keeps it on the host
     weights = 0 if engine.get("param_offload", False) or sharded_reference else item
     states = 0 if engine.get("optimizer_offload", False) or role == "ref" else _ADAM_STATES * item

@@ -24,6 +24,7 @@ from verl_ext_sharding.config.guards import Guards
 from verl_ext_sharding.config.schema import CommunicationConfig, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.config.translate import request_of, values_of
+from verl_ext_sharding.config.values import resolving
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.launchers import Program, Ranks
 from verl_ext_sharding.patch_points import logprobs
@@ -76,6 +77,15 @@ def prepare(
     environ = os.environ if environ is None else environ
     explicit = explicit_keys() if explicit is None else explicit
     ranks = launchers.ranks_of(environ, program or Program.current())
+    with resolving(config):
+        request, applied = _apply_request(config, explicit, environ, ranks)
+        seed = OmegaConf.select(config, "trainer.seed", default=None)
+    return SftPlan(request=request, ranks=ranks, changes=tuple(applied), spec=_spec(request, ranks, seed))
+
+
+def _apply_request(
+    config: DictConfig, explicit: Mapping[str, str], environ: Mapping[str, str], ranks: Ranks
+) -> tuple[ShardingConfig, list[KeyChange]]:
     request = request_of(config)
     applied: list[KeyChange] = []
     if environ.get(envs.VERL_PLATFORM, "").strip().lower() == "cpu":
@@ -84,8 +94,7 @@ def prepare(
     if cpu.is_cpu(config):
         applied += apply_changes(config, sft.cpu_changes(config, explicit), explicit)
     applied += apply_changes(config, sft.translate(request, values_of(config), ranks.world_size), explicit)
-    seed = OmegaConf.select(config, "trainer.seed", default=None)
-    return SftPlan(request=request, ranks=ranks, changes=tuple(applied), spec=_spec(request, ranks, seed))
+    return request, applied
 
 
 def _spec(request: ShardingConfig, ranks: Ranks, seed: int | None) -> RunSpec:

@@ -7,7 +7,7 @@ import pytest
 from verl_ext_sharding.config.facts import job_facts
 from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.placement.bundles import place
-from verl_ext_sharding.placement.checks import NodeResources, check_cluster, storage_units_that_fit
+from verl_ext_sharding.placement.resources import NodeResources, check_cluster, storage_units_that_fit
 
 JOB = ("trainer.n_gpus_per_node=4", "trainer.nnodes=1", "actor_rollout_ref.rollout.name=vllm")
 

@@ -7,7 +7,7 @@ import pytest
 from verl_ext_sharding.cli import main
 from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.placement.bundles import place
-from verl_ext_sharding.placement.checks import NodeResources, check_cluster
+from verl_ext_sharding.placement.resources import NodeResources, check_cluster
 
 EIGHT_GPUS = ("trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.name=vllm")
 OVERLAP = ("sharding.roles.actor.devices=0-5", "sharding.roles.critic.devices=2-7")

@@ -9,10 +9,10 @@ import pytest
 
 from verl_ext_sharding.cli.plan import parse_overrides
 from verl_ext_sharding.config.facts import job_facts
-from verl_ext_sharding.config.offload import offload_notes, parameter_bytes
-from verl_ext_sharding.config.translate import request_of, translate, values_of
+from verl_ext_sharding.config.measures import ENGINE_BLOCK, MODEL_BLOCK
+from verl_ext_sharding.config.offload import offload_notes, stored_bytes
+from verl_ext_sharding.config.translate import request_of, values_of
 from verl_ext_sharding.errors import ConfigError
-from verl_ext_sharding.placement.bundles import place
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 REFERENCE = ("algorithm.use_kl_in_reward=True",)
@@ -32,9 +32,8 @@ def notes(compose):
 def refusal(compose):
     def refused(*overrides):
         config = compose(*overrides)
-        facts = job_facts(config)
         with pytest.raises(ConfigError) as caught:
-            translate(request_of(config), facts, place({}, facts), values_of(config), parse_overrides(overrides))
+            offload_notes(request_of(config), job_facts(config), values_of(config), parse_overrides(overrides))
         return caught.value
 
     return refused
@@ -42,13 +41,14 @@ def refusal(compose):
 
 @pytest.fixture
 def model(tmp_path):
-    """A folder with the header of a safetensors file: 3 GiB of parameters in fp32."""
+    """A model folder with the header of a safetensors file: 3 GiB of parameters in fp32."""
     header = {
         "__metadata__": {"format": "pt"},
         "layer": {"dtype": "BF16", "shape": [3, 1 << 28], "data_offsets": [0, 0]},
     }
     text = json.dumps(header).encode()
-    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    (tmp_path / "config.json").write_text("{}")
     return tmp_path
 
 
@@ -101,6 +101,45 @@ def test_d_the_reference_is_offloaded_whatever_its_flag_says_with_the_host_bytes
     assert "3.00 GiB" in said
 
 
+def test_d_bytes_that_no_file_here_tells_are_not_spoken_of(notes, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    (said,) = notes(*REFERENCE, "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B", *flags(REF, param_offload=False))
+    assert said.endswith("always keeps ref's parameters on the host")
+
+
+def test_c_a_reference_is_always_under_the_policy_so_only_resharding_helps(refusal):
+    error = refusal(*REFERENCE, f"{ACTOR}.strategy=fsdp2", *flags(REF, reshard_after_forward=False))
+    assert error.remedy == f"{REF}.fsdp_config.reshard_after_forward=True"
+
+
+def test_c_what_the_error_offers_for_a_trained_role_is_accepted(notes, refusal):
+    wrong = f"{ACTOR}.strategy=fsdp2", *flags(ACTOR, offload_policy=True, reshard_after_forward=False)
+    for way in refusal(*wrong).remedy.split(", or "):
+        notes(*wrong, *way.split())
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        ["sharding.roles.ref.layout=device_map", "sharding.roles.ref.devices=[0]"],
+        ["sharding.roles.actor.layout=device_map"],
+        [
+            "sharding.roles.actor.layout=device_map",
+            "sharding.roles.ref.devices=[1]",
+            "sharding.roles.ref.layout=device_map",
+        ],
+    ],
+)
+def test_d_a_reference_whose_layers_are_spread_is_not_sharded_and_its_flag_counts(spread, notes):
+    assert notes(*REFERENCE, *spread, "sharding.roles.ref.offload.params=False") == []
+
+
+def test_d_a_sharded_reference_away_from_a_spread_actor_is_offloaded(refusal):
+    spread = "sharding.roles.actor.layout=device_map", "sharding.roles.ref.devices=[1]"
+    error = refusal(*REFERENCE, *spread, "sharding.roles.ref.offload.params=False")
+    assert error.subject == "sharding.roles.ref.offload.params"
+
+
 def test_d_our_own_flag_that_asks_for_it_is_refused_since_it_can_not_be_done(refusal, model):
     error = refusal(*REFERENCE, f"actor_rollout_ref.model.path={model}", "sharding.roles.ref.offload.params=False")
     assert error.subject == "sharding.roles.ref.offload.params"
@@ -120,13 +159,21 @@ def test_on_a_cpu_there_is_nothing_to_say(notes):
     assert notes("trainer.device=cpu", *flags(ACTOR, offload_policy=True)) == []
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(None, 3 << 30), ("fp32", 3 << 30), ("bf16", 3 << 29)])
-def test_parameters_are_counted_in_the_dtype_that_they_are_stored_in(dtype, expected, model):
-    assert parameter_bytes(str(model), dtype) == expected
+@pytest.mark.parametrize(
+    ("role", "dtype", "expected"),
+    [
+        ("ref", None, 3 << 29),  # verl loads what never trains in bf16
+        ("actor", None, 3 << 30),
+        ("critic", None, 3 << 30),
+        ("ref", "fp32", 3 << 30),
+        ("actor", "bf16", 3 << 29),
+        ("ref", "fp8", None),
+    ],
+)
+def test_parameters_are_counted_in_the_dtype_that_they_are_stored_in(role, dtype, expected, model):
+    values = {f"{ENGINE_BLOCK[role]}.model_dtype": dtype, f"{MODEL_BLOCK[role]}.path": str(model)}
+    assert stored_bytes(role, values) == expected
 
 
-def test_parameters_that_are_not_here_or_not_readable_are_unknown(tmp_path):
-    assert parameter_bytes("Qwen/Qwen2.5-7B", None) is None
-    assert parameter_bytes(None, None) is None
-    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 16)
-    assert parameter_bytes(str(tmp_path), None) is None
+def test_without_a_model_no_bytes_are_known():
+    assert stored_bytes("ref", {}) is None

@@ -2,7 +2,10 @@
 
 import pytest
 
+from verl_ext_sharding import driver
+from verl_ext_sharding.config.changes import parse_overrides
 from verl_ext_sharding.config.old_keys import answer
+from verl_ext_sharding.errors import ConfigError
 
 KNOWN = frozenset(
     {
@@ -51,6 +54,24 @@ def test_a_key_that_is_gone_is_answered_with_the_reason(old, why):
     assert found is not None
     assert found.overrides == ()
     assert why in str(found.error())
+
+
+@pytest.mark.parametrize("written", ["+{}", "++{}", "{}"])
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("critic.model.fsdp_config.param_offload=True", "write critic.fsdp.param_offload=True"),
+        ("actor_rollout_ref.rollout.update_weights_bucket_megabytes=512",
+         "write actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512"),
+        ("critic.nccl_timeout=600", "write actor_rollout_ref.nccl_timeout=600"),
+        ("reward_model.model.fsdp_config.param_offload=True", "remove reward_model.model.fsdp_config.param_offload"),
+    ],
+)  # fmt: skip
+def test_a_command_with_an_old_key_ends_in_what_to_type_with_and_without_a_plus(written, line, remedy, compose):
+    typed = [written.format(line)]
+    with pytest.raises(ConfigError) as caught:
+        driver.prepare(compose(*typed), parse_overrides(typed))
+    assert caught.value.remedy == remedy
 
 
 def test_a_key_that_never_existed_is_left_to_hydra():

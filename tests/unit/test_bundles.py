@@ -171,8 +171,17 @@ def test_an_optional_list_counts_where_the_job_has_the_role(job):
     assert place({"critic": "second_half?"}, job()).devices_of("critic") == (2, 3)
 
 
-def test_an_optional_list_with_a_mistake_is_refused(job):
-    assert "device 4" in refusal({"critic": "2-9?"}, job()).found
+@pytest.mark.parametrize("roles", [("actor",), ("actor", "critic")], ids=["absent", "present"])
+@pytest.mark.parametrize(
+    ("spec", "found"), [("9-12?", "device 9"), ("2-9?", "device 4"), ("secnd_half?", "secnd_half")]
+)
+def test_an_optional_list_with_a_mistake_is_refused_whether_the_job_has_the_role_or_not(roles, spec, found, job):
+    assert found in refusal({"critic": spec}, job(roles)).found
+
+
+@pytest.mark.parametrize("role", ["critic", "ref", "reward", "teacher"])
+def test_an_optional_list_that_does_not_count_makes_no_pools_of_ours(role, job):
+    assert not place({role: "second_half?"}, job(("actor",))).managed
 
 
 def test_with_lora_the_reference_can_only_be_where_the_actor_is(job):
@@ -217,7 +226,7 @@ def test_a_rollout_away_from_the_actor_is_refused_with_three_ways_out(mode, job)
 
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_separate_async_reserves_its_own_rollout_devices_and_takes_no_list(hybrid, job):
-    facts = job(mode="separate_async", hybrid_rollout=hybrid, rollout=ServerFacts(name="vllm", own_devices=2))
+    facts = job(mode="separate_async", hybrid_rollout=hybrid, rollout=ServerFacts(name="vllm", own_nodes=(2,)))
     error = refusal({"actor": [0, 1], "rollout": [0, 1]}, facts)
     assert "2 devices of its own" in error.expected
     assert "actor_rollout_ref.rollout.nnodes x n_gpus_per_node" in error.expected
@@ -230,17 +239,19 @@ def test_separate_async_reserves_its_own_rollout_devices_and_takes_no_list(hybri
 def test_pools_that_verl_reserves_by_itself_are_counted_and_not_placed(job):
     facts = job(
         mode="separate_async",
-        rollout=ServerFacts(name="vllm", own_devices=4),
-        reward=ServerFacts(name="vllm", own_devices=2),
-        teacher=ServerFacts(name="vllm", own_devices=1),
+        rollout=ServerFacts(name="vllm", ranks_per_replica=2, own_nodes=(4,)),
+        reward=ServerFacts(name="vllm", own_nodes=(2, 2)),
+        teacher=ServerFacts(name="vllm", own_nodes=(1,)),
     )
     placement = place({"actor": [0, 1]}, facts)
-    assert placement.reserved == {"rollout": 4, "reward": 2, "teacher": 1}
+    assert placement.reserved == {"rollout": (2, 2), "reward": (2, 2), "teacher": (1,)}
+    assert placement.group_sizes == (4, 2, 2, 2, 2, 1)
+    assert Placement.from_json(placement.to_json()) == placement
     assert placement.pool_of("reward") is None
 
 
 def test_a_server_role_with_a_list_is_placed_and_no_longer_reserved(job):
-    facts = job(reward=ServerFacts(name="vllm", own_devices=2), teacher=ServerFacts(name="vllm", own_devices=1))
+    facts = job(reward=ServerFacts(name="vllm", own_nodes=(2,)), teacher=ServerFacts(name="vllm", own_nodes=(1,)))
     placement = place({"reward": [2, 3], "teacher": [3]}, facts)
     assert placement.reserved == {}
     assert placement.devices_of("reward") == (2, 3)
@@ -387,6 +398,30 @@ def test_node_names_are_read_from_the_topology_and_survive_json(job):
     placement = place({"actor": {"b": [0]}}, job(nodes=2, devices=2), node_names=("a", "b"))
     assert placement.devices_of("actor") == (2,)
     assert Placement.from_json(placement.to_json()).topology.node_names == ("a", "b")
+
+
+def test_before_ray_runs_the_addresses_of_all_maps_number_the_nodes(job):
+    maps = {"actor": {"10.0.0.9": [0]}, "critic": {"10.0.0.10": [1], "10.0.0.9": [0]}}
+    placement = place(maps, job(nodes=2, devices=2))
+    assert placement.topology.node_names == ("10.0.0.10", "10.0.0.9")  # as verl sorts them
+    assert (placement.devices_of("actor"), placement.devices_of("critic")) == ((2,), (1, 2))
+
+
+def test_fewer_addresses_than_nodes_count_from_node_0_until_ray_says_the_others(job):
+    facts, spec = job(nodes=2, devices=2), {"critic": {"10.0.0.9": [1]}}
+    assert place(spec, facts).devices_of("critic") == (1,)
+    assert place(spec, facts, node_names=("10.0.0.1", "10.0.0.9")).devices_of("critic") == (3,)
+
+
+def test_more_addresses_than_nodes_are_refused(job):
+    error = refusal({"actor": {"10.0.0.1": [0]}, "critic": {"10.0.0.2": [0]}}, job(devices=2))
+    assert error.subject == "sharding.roles.critic.devices"
+    assert error.found == "2 addresses over all roles: 10.0.0.1, 10.0.0.2"
+    assert error.remedy == "trainer.nnodes=2, or name fewer nodes"
+
+
+def test_without_addresses_no_node_has_a_name(job):
+    assert place({"actor": {"node0": [0]}}, job(nodes=2, devices=2)).topology.node_names == ()
 
 
 def test_the_json_of_a_placement_is_stable_and_plain(job):

@@ -19,6 +19,14 @@ JOB = [
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "algorithm.use_kl_in_reward=True",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+]
+FIXED = [
+    "actor_rollout_ref.actor.use_dynamic_bsz=False",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
 ]
 SPLIT = ["sharding.roles.actor.devices=[0,1]", "sharding.roles.critic.devices=[2]", "sharding.roles.ref.devices=[3]"]
 
@@ -165,7 +173,10 @@ def test_the_megatron_config_is_planned(shown):
         (["sharding.roles.critic.devices=[4]"], ["sharding.roles.critic.devices", "devices 0 to 3", "device 4"]),
         (["sharding.roles.reward.devices=[1]"], ["sharding.roles.reward.devices", "reward.reward_model.enable=True"]),
         (["sharding.roles.reward.dtype=float16"], ["sharding.roles.reward.dtype", "a job that has a reward model"]),
-        (["data.train_batch_size=9"], ["data.train_batch_size", "9 prompts x 1 responses", "data.train_batch_size=12"]),
+        (
+            [*FIXED, "data.train_batch_size=9"],
+            ["data.train_batch_size", "9 prompts x 1 responses", "data.train_batch_size=12"],
+        ),
         (["trainer.use_v1=False"], ["trainer.use_v1", "trainer.use_v1=True"]),
         (["trainer.plugin=shardng"], ["trainer.plugin", "shardng", "trainer.plugin=sharding"]),
         (["trainer.plugin=null"], ["trainer.plugin", "verl's own", "trainer.plugin=sharding"]),
@@ -182,8 +193,43 @@ def test_a_command_that_can_not_run_ends_with_exit_code_2_and_what_to_type(overr
     assert error.count("\n  fix:") == 1
 
 
-def test_a_config_of_another_trainer_is_refused(refused):
-    assert "verl.trainer.main_ppo" in refused("--config-name", "sft_trainer_engine")
+SFT = ["--config-name", "sft_trainer_engine", "trainer.n_gpus_per_node=4"]
+
+
+def test_a_job_of_sft_is_planned_with_its_one_role_on_every_device(shown):
+    text = shown(*SFT, "sharding.roles.actor.dtype=bfloat16")
+    assert cells(text, "actor") == ["actor", "TrainingWorker", "fsdp", "[0,1,2,3]", "4 processes", "0", "none"]
+    assert "  engine.model_dtype=bf16  (was fp32)" in text
+    assert "torchrun" in text
+
+
+def test_a_plan_of_sft_for_programs_has_the_keys_of_any_plan(shown):
+    data = json.loads(shown("--json", *SFT, "trainer.nnodes=2", "sharding.roles.actor.offload.params=true"))
+    assert data.keys() == json.loads(shown("--json", *JOB)).keys()
+    assert (data["rows"][0]["devices"], data["rows"][0]["nodes"]) == (list(range(8)), [0, 1])
+    assert [(change["key"], change["new"]) for change in data["changes"]] == [("engine.param_offload", True)]
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("sharding.roles.critic.dtype=bfloat16", ["sharding.roles.critic.dtype", "sharding.roles.actor.dtype"]),
+        ("sharding.roles.actor.micro_batch_size=48", ["a divisor of 64", "over 4 data-parallel ranks"]),
+        ("trainer.n_gpus_per_node=many", ["trainer.n_gpus_per_node", "many"]),
+    ],
+)
+def test_what_sft_can_not_do_is_refused_by_the_plan_as_by_the_run(override, parts, refused):
+    error = refused(*SFT, override)
+    for part in parts:
+        assert part in error
+
+
+def test_a_config_of_another_program_is_refused(refused, tmp_path):
+    (tmp_path / "other.yaml").write_text(
+        "hydra: {searchpath: [pkg://verl.trainer.config]}\ndefaults: [sharding: base, _self_]\ntrainer: {plugin: null}\n"
+    )
+    error = refused("--config-path", str(tmp_path), "--config-name", "other")
+    assert "verl.trainer.main_ppo" in error
 
 
 def test_a_config_that_is_not_there_is_refused(refused, tmp_path):
@@ -208,10 +254,10 @@ sys.exit(code or f"imported {heavy}" if heavy else code)
 """
 
 
-def test_a_plan_imports_neither_torch_nor_ray_nor_verl(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", _LIGHT, *JOB, *SPLIT], cwd=tmp_path, env=os.environ, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("arguments", [[*JOB, *SPLIT], SFT], ids=["ppo", "sft"])
+def test_a_plan_imports_neither_torch_nor_ray_nor_verl(arguments, tmp_path):
+    command = [sys.executable, "-c", _LIGHT, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -174,12 +174,36 @@ def test_asking_for_peer_access_that_no_pair_has_is_refused(infiniband):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", ["0", "1"])
-def test_what_the_user_exported_wins_over_hardware_and_config(infiniband, name, value):
-    config = CommunicationConfig(infiniband=False, p2p=True, async_error_handling=False)
-    environ = {IB_DISABLE: "0", P2P_DISABLE: "0", name: value}
-    settings = decide(config, environ, sys_class_infiniband=infiniband(), p2p_matrix=NO_PAIR)
+def test_what_the_user_exported_wins_over_hardware_and_defaults(infiniband, name, value):
+    settings = decide(AUTO, {name: value}, sys_class_infiniband=infiniband(), p2p_matrix=NO_PAIR)
     assert setting(settings, name) == Setting(name=name, value=value, source="user", reason="exported")
     assert as_env(settings)[name] == value
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+@pytest.mark.parametrize(("key", "name"), [("infiniband", IB_DISABLE), ("p2p", P2P_DISABLE)])
+def test_a_key_that_says_the_opposite_of_an_export_is_refused(infiniband, key, name, value):
+    opposite, same = value == "1", value == "0"
+    with pytest.raises(ConfigError) as caught:
+        decide(CommunicationConfig(**{key: opposite}), {name: value}, sys_class_infiniband=infiniband())
+    assert caught.value.subject == f"sharding.communication.{key}={str(opposite).lower()}"
+    assert caught.value.found == f"{name}={value} exported"
+    assert caught.value.remedy.startswith(f"sharding.communication.{key}=auto, or unset {name}")
+    settings = decide(CommunicationConfig(**{key: same}), {name: value}, sys_class_infiniband=infiniband())
+    assert setting(settings, name).value == value
+
+
+@pytest.mark.parametrize("name", [ASYNC_ERROR_HANDLING, ASYNC_ERROR_HANDLING_OLD])
+def test_error_handling_that_is_switched_off_and_exported_on_is_refused(infiniband, name):
+    off = CommunicationConfig(async_error_handling=False)
+    with pytest.raises(ConfigError, match=r"async_error_handling=false[\s\S]*async_error_handling=true, or unset"):
+        decide(off, {name: "3"}, sys_class_infiniband=infiniband())
+    assert as_env(decide(off, {name: "0"}, sys_class_infiniband=infiniband()))[ASYNC_ERROR_HANDLING] == "0"
+
+
+def test_an_export_beside_the_default_of_error_handling_is_the_users_word(infiniband):
+    settings = decide(AUTO, {ASYNC_ERROR_HANDLING: "0"}, sys_class_infiniband=infiniband())
+    assert as_env(settings)[ASYNC_ERROR_HANDLING] == "0"
 
 
 def test_an_empty_export_is_no_export(infiniband):

@@ -13,7 +13,8 @@ import torch
 from verl_ext_sharding import envs, loading
 from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.engines.cpu import CpuDeviceMapEngineWithLMHead
-from verl_ext_sharding.engines.device_map import DeviceMapEngineMixin, _move_states
+from verl_ext_sharding.engines.device_map import DeviceMapEngineMixin
+from verl_ext_sharding.engines.optimizer_states import move_states
 from verl_ext_sharding.placement.bundles import Promise
 
 
@@ -64,10 +65,21 @@ def test_settings_that_only_fsdp_honours_are_refused_with_another_way(given, set
 def test_step_counters_move_with_optimizers_that_count_on_the_device_alone(counts_on_device):
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter])
+    optimizer.param_groups[0]["fused"] = counts_on_device
     optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}
-    _move_states(optimizer, parameter, torch.device("meta"), counts_on_device)
+    move_states(optimizer, torch.device("meta"), counters=True)
     assert optimizer.state[parameter]["exp_avg"].device.type == "meta"
     assert (optimizer.state[parameter]["step"].device.type == "meta") == counts_on_device
+
+
+def test_step_counters_stay_where_they_are_when_a_run_resumes():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.param_groups[0]["fused"] = True
+    optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}
+    move_states(optimizer, torch.device("meta"), copy=True)
+    assert optimizer.state[parameter]["exp_avg"].device.type == "meta"
+    assert optimizer.state[parameter]["step"].device.type == "cpu"
 
 
 @pytest.mark.parametrize("second", ["cuda:0", "cpu"])

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from verl_ext_sharding.errors import PlacementError
-from verl_ext_sharding.placement.devices import Topology, format_devices, parse_devices, split_optional
+from verl_ext_sharding.placement.devices import Topology, addresses, format_devices, parse_devices, split_optional
 
 KEY = "sharding.roles.critic.devices"
 ONE_NODE = Topology(num_nodes=1, devices_per_node=4)
@@ -35,6 +35,12 @@ def refusal(spec, topology=ONE_NODE):
         ("CUDA:2", (2,)),
         ("gpu:1", (1,)),
         ("npu : 1", (1,)),
+        ("cuda:2-3", (2, 3)),
+        ("cuda:0,gpu:2-3", (0, 2, 3)),
+        ("[2,3]", (2, 3)),
+        (" [ 0, 2-3 ] ", (0, 2, 3)),
+        ("[cuda:1]", (1,)),
+        (["0-1", "3-3"], (0, 1, 3)),
         ("cuda:0,cuda:3", (0, 3)),
         (["cuda:0", "2-3"], (0, 2, 3)),
         (["0-1", 3], (0, 1, 3)),
@@ -148,7 +154,7 @@ def test_a_device_named_twice_is_refused_with_the_list_without_it(spec, repeated
     assert error.remedy == remedy
 
 
-@pytest.mark.parametrize("spec", [[], {}, {"node0": []}, [[]]], ids=str)
+@pytest.mark.parametrize("spec", [[], {}, {"node0": []}, [[]], "[]", "[ ]"], ids=str)
 def test_an_empty_list_is_refused_with_null_as_the_way_out(spec):
     error = refusal(spec)
     assert error.found == "an empty list"
@@ -157,7 +163,25 @@ def test_an_empty_list_is_refused_with_null_as_the_way_out(spec):
 
 @pytest.mark.parametrize(
     "spec",
-    ["", "x", "cuda", "cuda:", "2-", "-1", "1-2-3", "1;2", "0..3", 1.0, [1.5], True, [True], [None], object()],
+    [
+        "",
+        "x",
+        "cuda",
+        "cuda:",
+        "2-",
+        "-1",
+        "1-2-3",
+        "1;2",
+        "0..3",
+        "[1",
+        "1]",
+        1.0,
+        [1.5],
+        True,
+        [True],
+        [None],
+        object(),
+    ],
     ids=lambda spec: type(spec).__name__ if type(spec) is object else str(spec),
 )
 def test_what_is_no_device_list_is_refused_with_the_forms_that_are(spec):
@@ -169,6 +193,23 @@ def test_what_is_no_device_list_is_refused_with_the_forms_that_are(spec):
 
 def test_a_range_that_descends_is_refused_with_the_range_turned_around():
     assert refusal("3-1").remedy == f'{KEY}="1-3"'
+
+
+def test_addresses_that_maps_name_are_in_verls_order_which_is_that_of_text():
+    specs = [
+        {"10.0.0.9": [0], "node1": [1]},
+        [0, 1],
+        "2-3",
+        {"10.0.0.10": [0], "10.0.0.9": [1]},
+        None,
+        {"fe80::1": [0]},
+    ]
+    assert addresses(specs) == ("10.0.0.10", "10.0.0.9", "fe80::1")
+
+
+@pytest.mark.parametrize("name", ["node0", "nod0", "0", "10.0.0", "host-a", ""])
+def test_other_names_are_no_addresses(name):
+    assert addresses([{name: [0]}]) == ()
 
 
 @pytest.mark.parametrize("name", ["node2", "nod0", "node", "0", "10.0.0.9", "NODE0"])

@@ -161,6 +161,47 @@ def test_model_parallelism_is_read_where_each_engine_reads_it(engine, settings, 
     assert tuple(engines[role].model_parallel_size for role in ("actor", "ref", "critic")) == sizes
 
 
+ULYSSES = "ulysses_sequence_parallel_size"
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "size", "keys"),
+    [
+        ("dp", [], 1, [ULYSSES]),
+        ("dp", [f"{ACTOR}.{ULYSSES}=2"], 2, [ULYSSES]),
+        ("dp", [f"{ACTOR}.fsdp_config.{ULYSSES}=4"], 4, [f"fsdp_config.{ULYSSES}"]),
+        ("dp", [f"{ACTOR}.{ULYSSES}=2", f"{ACTOR}.fsdp_config.{ULYSSES}=4"], 2, [ULYSSES, f"fsdp_config.{ULYSSES}"]),
+        (
+            "megatron",
+            [f"{ACTOR}.megatron.context_parallel_size=2", f"{ACTOR}.megatron.tensor_model_parallel_size=4"],
+            2,
+            ["megatron.context_parallel_size"],
+        ),
+        ("veomni", [f"{ACTOR}.veomni.ulysses_parallel_size=2"], 2, ["veomni.ulysses_parallel_size"]),
+        ("torchtitan", [f"{ACTOR}.torchtitan.tensor_parallel_size=2"], 2, ["torchtitan.tensor_parallel_size"]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_the_size_by_which_a_token_budget_grows_is_read_with_the_keys_that_change_it(
+    engine, settings, size, keys, facts
+):
+    actor = facts(*settings, engine=engine).engines["actor"]
+    assert actor.sequence_parallel_size == size
+    assert actor.sequence_parallel_keys == tuple(f"{ACTOR}.{key}" for key in keys)
+    to_eight = facts(*settings, *(f"{key}=8" for key in actor.sequence_parallel_keys), engine=engine).engines["actor"]
+    assert to_eight.sequence_parallel_size == 8
+    assert to_eight.model_parallel_size * size == actor.model_parallel_size * 8
+
+
+@pytest.mark.parametrize(("role", "block"), [("ref", "actor_rollout_ref.ref"), ("critic", "critic")])
+@pytest.mark.parametrize("engine", ["dp", "megatron", "veomni", "torchtitan"])
+def test_every_role_has_its_own_keys_for_that_size(role, block, engine, facts):
+    (key,) = facts(KL, engine=engine).engines[role].sequence_parallel_keys
+    assert key.startswith(f"{block}.")
+    assert facts(KL, f"{key}=2", engine=engine).engines[role].sequence_parallel_size == 2
+
+
 @pytest.mark.parametrize("engine", ["megatron", "veomni", "torchtitan"])
 def test_the_strategy_is_the_engines_name(engine, facts):
     found = {role.strategy for role in facts(KL, engine=engine).engines.values()}
@@ -221,6 +262,45 @@ def test_token_budgets_have_no_fixed_micro_batches(facts):
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
     ).engines
     assert micro_batches(engines) == {"actor": {}, "ref": {}, "critic": {}}
+
+
+@pytest.mark.parametrize("engine", ["megatron", "veomni"])
+def test_the_critics_micro_batches_stand_in_the_block_of_its_engine(engine, facts):
+    sizes = [f"critic.{engine}.use_dynamic_bsz=False", f"critic.{engine}.micro_batch_size_per_gpu=2"]
+    found = micro_batches(facts(*sizes, "critic.fsdp.micro_batch_size_per_gpu=8", engine=engine).engines)
+    assert found["critic"] == {f"critic.{engine}.micro_batch_size_per_gpu": (2, False)}
+
+
+@pytest.mark.parametrize(
+    ("lora", "read"), [([], False), (["actor_rollout_ref.model.lora_rank=8"], True)], ids=["full", "lora"]
+)
+def test_in_bypass_mode_micro_batches_of_log_probs_are_read_only_where_the_actor_is_the_reference(lora, read, facts):
+    key = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
+    job = facts(KL, "algorithm.rollout_correction.bypass_mode=True", f"{key}=4", *lora)
+    assert job.actor_log_probs is read
+    assert (key in micro_batches(job.engines)["actor"]) is read
+
+
+def test_a_micro_batch_is_changed_where_it_was_asked_for(facts):
+    engine, key = "critic.fsdp", "critic.fsdp.micro_batch_size_per_gpu"
+    sizes = [f"{engine}.use_dynamic_bsz=False", f"{key}=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
+    engines = facts(*sizes).engines
+    assert [micro.override for micro in engines["critic"].micro_batches] == [f"++{key}"]
+    assert [micro.override for micro in engines["actor"].micro_batches] == [sizes[2].partition("=")[0]]
+    ours = "sharding.roles.critic.micro_batch_size"
+    assert [micro.override for micro in facts(*sizes, f"{ours}=2").engines["critic"].micro_batches] == [ours]
+
+
+def test_dynamic_batches_are_those_of_each_roles_own_switch(facts):
+    switches = {
+        "actor": "actor_rollout_ref.actor.use_dynamic_bsz",
+        "ref": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+        "critic": "critic.use_dynamic_bsz",
+    }
+    for role, switch in switches.items():
+        others = [f"{other}=False" for other in switches.values() if other != switch]
+        engines = facts(KL, f"{switch}=True", *others).engines
+        assert [name for name, engine in engines.items() if engine.dynamic_batches] == [role]
 
 
 # Modes and servers
@@ -300,6 +380,33 @@ def test_of_several_teachers_the_default_one_does_not_count(facts):
     assert (teacher.name, teacher.ranks_per_replica) == ("sglang", 1)
 
 
+def test_servers_of_several_teachers_are_in_the_order_of_their_blocks(facts):
+    several = "distillation.enabled=True", "distillation.nnodes=2", "distillation.n_gpus_per_node=4"
+    block = "distillation.teacher_models"
+    one = f"{block}.math={{num_replicas: 1, inference: {{name: vllm, tensor_model_parallel_size: 4}}}}"
+    two = f"{block}.code={{num_replicas: 2, inference: {{name: vllm}}}}"  # of verl's two ranks
+    three = f"{block}.none={{inference: {{name: vllm}}}}"
+    teacher = facts(*several, one, two, three).teacher
+    assert teacher.replicas == (4, 2, 2)
+    assert teacher.own_nodes == (4, 4)
+    assert facts(*several).teacher.replicas is None
+
+
+@pytest.mark.parametrize("size", ["nnodes", "n_gpus_per_node"])
+def test_a_pool_of_its_own_without_a_size_is_not_no_pool(size, facts):
+    reward = "reward.reward_model"
+    own = f"{reward}.enable=True", f"{reward}.nnodes=1", f"{reward}.n_gpus_per_node=2"
+    assert facts(*own).reward.own_nodes is None
+    assert facts(*own, f"{reward}.enable_resource_pool=True", f"{reward}.{size}=0").reward.own_nodes == ()
+
+
+@pytest.mark.parametrize("value", ["-1", "two", "1.5"])
+def test_a_pool_of_its_own_has_a_whole_number_of_nodes(value, facts):
+    with pytest.raises(ConfigError) as caught:
+        facts("distillation.enabled=True", f"distillation.nnodes={value}")
+    assert caught.value.subject == "distillation.nnodes"
+
+
 @pytest.mark.parametrize(
     ("settings", "units"),
     [
@@ -327,6 +434,7 @@ def test_transfer_queue_holds_a_cpu_for_its_controller_and_each_unit(settings, u
         (f"{ROLLOUT}.n", "0"),
         (f"{ROLLOUT}.tensor_model_parallel_size", "0"),
         ("critic.ppo_mini_batch_size", "x"),
+        ("transfer_queue.backend.SimpleStorage.num_data_storage_units", "many"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "0"),
     ],
 )
@@ -336,6 +444,70 @@ def test_what_is_no_number_is_refused_with_its_key(key, value, facts):
     assert error.expected == "a whole number, 1 or more"
     assert error.found == value
     assert error.remedy.startswith(f"{key}=")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        "data.train_batch_size",
+        f"{ROLLOUT}.n",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "critic.ppo_mini_batch_size",
+        "trainer.critic_warmup",
+    ],
+)
+def test_null_is_no_number_where_verl_counts_with_it_and_verls_default_is_offered(key, facts):
+    error = refusal(facts, f"{key}=null")
+    assert (error.subject, error.found) == (key, "null")
+    assert facts(error.remedy) == facts()
+
+
+@pytest.mark.parametrize("key", ["lora_rank", "lora.rank"])
+def test_a_rank_of_lora_that_is_no_number_is_refused_with_its_key(key, facts):
+    key = f"actor_rollout_ref.model.{key}"
+    error = refusal(facts, f"{key}=abc")
+    assert (error.subject, error.found) == (key, "abc")
+    assert not facts(error.remedy, KL).ref_in_actor
+    assert not facts(f"{key}=-1", KL).ref_in_actor
+
+
+@pytest.mark.parametrize("mode", ["async", "snyc", "separate", ""])
+def test_a_trainer_that_verl_has_not_is_refused_with_one_that_it_has(mode, facts):
+    error = refusal(facts, f"trainer.v1.trainer_mode={mode or chr(39) * 2}")
+    assert error.subject == "trainer.v1.trainer_mode"
+    assert error.found == mode
+    assert facts(error.remedy.split(", or")[0]).mode in ("sync", "colocate_async", "separate_async")
+
+
+def test_a_recipes_own_trainer_is_one_with_settings(facts):
+    assert facts("trainer.v1.trainer_mode=mine", "trainer.v1.mine={parameter_sync_step: 2}").parameter_sync_step == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "strategy", "first"),
+    [
+        ("actor_rollout_ref.actor.strategy", "deepspeed", "actor_rollout_ref.actor.strategy=fsdp"),
+        ("actor_rollout_ref.actor.strategy", "fsdp3", "actor_rollout_ref.actor.strategy=fsdp"),
+        ("actor_rollout_ref.ref.strategy", "fspd", "actor_rollout_ref.ref.strategy=fsdp"),
+        ("critic.strategy", "fsdp_turbo", "critic.strategy=fsdp"),
+        ("critic.strategy", "megatron", "model_engine=megatron"),
+    ],
+)
+def test_an_engine_that_verl_does_not_build_from_the_block_is_refused_with_one_that_it_does(
+    key, strategy, first, facts
+):
+    error = refusal(facts, KL, f"{key}={strategy}")
+    assert (error.subject, error.found) == (key, strategy)
+    assert error.remedy.split(", or")[0] == first
+    if first.startswith("model_engine="):
+        facts(KL, f"{key}={strategy}", engine=strategy)
+    else:
+        facts(KL, first)
+    role = key.split(".")[-2]
+    model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
+    assert facts(KL, f"{key}={strategy}", f"{model}.external_lib=mine").engines[role].strategy == strategy
 
 
 def test_a_config_of_another_trainer_is_refused_since_nothing_would_act(compose):

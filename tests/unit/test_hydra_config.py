@@ -103,7 +103,18 @@ def composed(tmp_path_factory):
         "out of range": (*ppo, ["sharding.placement.timeout_s=0"]),
         "key below null": (*ppo, ["sharding.roles.critic.devices.node0=[0]"]),
         "key below null twice": (*ppo, ["sharding.roles.critic.gradient_checkpointing.policy.x=1"]),
+        "key of a block": (*ppo, ["sharding.roles.critic={devices:[1],layot:fsdp}"]),
+        "key of a block in a block": (*ppo, ["sharding.roles={critic:{offload:{param:true}}}"]),
+        "key of a block of trainer": (*ppo, ["trainer={plugn:sharding}"]),
+        "a map in a block": (*ppo, ["sharding.roles.critic={devices:{node0:[0]},layot:fsdp}"]),
+        "null for a block": (*ppo, [ASKED, "sharding.roles.critic=null", "sharding.roles.actor.offload=null"]),
+        "a value for a block": (*ppo, ["sharding.roles.critic.offload=true"]),
         "old key": (*ppo, [ASKED, "critic.model.fsdp_config.param_offload=True"]),
+        "two old keys": (*ppo, [ASKED, "critic.fsdp_config.fsdp_size=2", "critic.nccl_timeout=9"]),
+        "old block": (*ppo, [ASKED, "critic.model={fsdp_config:{param_offload:True,fsdp_size:2}}"]),
+        "old key where the recipe asks": (in_yaml, "my_ppo", ["critic.model.fsdp_config.param_offload=True"]),
+        "old block deleted": (*ppo, [ASKED, "~critic.model.fsdp_config"]),
+        "old place of a policy": (*ppo, [ASKED, "actor_rollout_ref.ref.offload_policy=True"]),
         "someone else's key": (*ppo, [ASKED, "data.no_such_key=1"]),
     }
     done = run("-c", _COMPOSE, sent=json.dumps(cases))
@@ -166,6 +177,10 @@ def test_devices_may_be_written_in_every_form(case, devices, composed):
     assert composed[case]["config"]["sharding"]["roles"]["critic"]["devices"] == devices
 
 
+def test_null_for_a_block_leaves_verl_alone(composed):
+    assert ShardingConfig.parse(composed["null for a block"]["config"]["sharding"]) == ShardingConfig()
+
+
 def test_off_is_a_word_on_the_command_line_too(composed):
     assert ShardingConfig.parse(composed["off"]["config"]["sharding"]).fit == "off"
 
@@ -196,6 +211,16 @@ def test_checkpointing_may_be_a_block_on_the_command_line(composed):
         ("key below null", ["sharding.roles.critic.devices as a whole", "sharding.roles.critic.devices={node0:[0]}"]),
         ("key below null twice", ["sharding.roles.critic.gradient_checkpointing={policy:{x:1}}"]),
         ("old key", ["critic.model.fsdp_config.param_offload=True", "write critic.fsdp.param_offload=True"]),
+        ("key of a block", ["sharding.roles.critic.layot: no such key", "did you mean sharding.roles.critic.layout?"]),
+        ("key of a block in a block", ["did you mean sharding.roles.critic.offload.params?"]),
+        ("key of a block of trainer", ["trainer.plugn: no such key", "did you mean trainer.plugin?"]),
+        ("a map in a block", ["did you mean sharding.roles.critic.layout?"]),
+        ("a value for a block", ["sharding.roles.critic.offload", "sharding.roles.critic.offload.params=true"]),
+        ("two old keys", ["write critic.fsdp.fsdp_size=2 actor_rollout_ref.nccl_timeout=9"]),
+        ("old block", ["write critic.fsdp.param_offload=True critic.fsdp.fsdp_size=2"]),
+        ("old key where the recipe asks", ["write critic.fsdp.param_offload=True"]),
+        ("old block deleted", ["remove ~critic.model.fsdp_config"]),
+        ("old place of a policy", ["write actor_rollout_ref.ref.fsdp_config.offload_policy=True"]),
         ("someone else's key", ["data.no_such_key"]),
     ],
 )

@@ -18,7 +18,10 @@ ROOT = Path(verl_ext_sharding.__file__).parent
 US = ROOT.name
 HEAVY = {"torch", "ray", "verl", "transformers", "vllm", "sglang", "tensordict", "transfer_queue"}
 
-PLACEMENT = ("devices", "layer_keys", "device_map", "job", "bundles", "batches", "checks", "table")
+PLACEMENT = (
+    *("devices", "layer_keys", "device_map", "job", "roles", "bundles"),
+    *("batches", "servers", "resources", "checks", "table"),
+)
 """Modules of placement, each may import those to its left."""
 
 AT_LOADING = (
@@ -165,10 +168,10 @@ def test_patch_points_import_the_mechanism_and_the_names_of_variables_alone(modu
 
 
 @pytest.mark.parametrize("module", modules("training/*.py"))
-def test_training_imports_itself_what_all_share_and_the_form_of_a_device_map(module):
+def test_training_imports_itself_what_all_share_and_the_forms_of_device_maps_and_policies(module):
     for room in rooms(module):
-        of_maps = room.startswith(("placement.device_map", "placement.layer_keys"))
-        assert of_maps or room.partition(".")[0] in ("training", "errors", "envs", "versions"), room
+        of_keys = room.startswith(("placement.device_map", "placement.layer_keys", "config.checkpointing_policy"))
+        assert of_keys or room.partition(".")[0] in ("training", "errors", "envs", "versions"), room
 
 
 @pytest.mark.parametrize("module", modules("config/*.py"))

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from verl_ext_sharding import driver, layer_plans
 from verl_ext_sharding.cli import main
 from verl_ext_sharding.config.changes import parse_overrides
-from verl_ext_sharding.config.measures import LayerSpread, RoleMeasures
+from verl_ext_sharding.config.measures import ENGINE_BLOCK, LayerSpread, RoleMeasures
 from verl_ext_sharding.demo.assets import build
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.bundles import place
@@ -169,7 +169,7 @@ def kept(compose):
     def found(role, layout, **settings):
         changed = copy.deepcopy(config)
         for key, value in settings.items():
-            OmegaConf.update(changed, f"{layer_plans._ENGINE[role]}.{key}", value)
+            OmegaConf.update(changed, f"{ENGINE_BLOCK[role]}.{key}", value)
         placement = place({"actor": [2, 3], role: [0, 1]}, facts, layouts={role: layout})
         return 2 * layer_plans._kept_bytes(changed, role, model, placement) / num_parameters("model")
 

@@ -1,101 +1,99 @@
-"""Offload flags that contradict each other are resolved and said, or refused (D4)."""
+"""What verl does with a role's offload flags: contradictions are said, or refused where they break the run."""
 
 from __future__ import annotations
 
 import pytest
 
-from verl_ext_sharding.config.offload_plan import OffloadRequest, resolve_offload
+from verl_ext_sharding.config.offload_plan import OffloadFlags, reference_notes, trained_notes
 from verl_ext_sharding.errors import ConfigError
 
 GIB = 2**30
+TRAINED = {"actor": "actor_rollout_ref.actor.fsdp_config", "critic": "critic.fsdp"}
+REF = "actor_rollout_ref.ref.fsdp_config"
 
 
-def test_d4a_on_fsdp2_only_offload_policy_is_kept_and_the_optimizer_steps_on_the_cpu():
-    plan = resolve_offload(
-        strategy="fsdp2",
-        role="actor",
-        requested=OffloadRequest(params=True, optimizer=True),
-        offload_policy=True,
-        param_bytes=3 * GIB,
-    )
-    assert (plan.offload_policy, plan.params, plan.optimizer, plan.optimizer_device) == (True, False, False, "host")
-    assert plan.host_bytes == 3 * GIB
-    said = " ".join(plan.notes)
-    assert "param_offload and optimizer_offload" in said
-    assert "optimizer steps on the CPU" in said
+@pytest.mark.parametrize("role", TRAINED)
+@pytest.mark.parametrize(
+    ("params", "optimizer", "dropped"),
+    [
+        (True, True, "param_offload and optimizer_offload"),
+        (True, None, "param_offload"),
+        (False, "step", "optimizer_offload"),
+    ],
+)
+def test_on_fsdp2_the_policy_drops_the_other_flags_and_the_optimizer_steps_on_the_cpu(role, params, optimizer, dropped):
+    flags = OffloadFlags(params=params, optimizer=optimizer, offload_policy=True)
+    wins, slow = trained_notes(role, "fsdp2", flags)
+    assert wins.startswith(f"{TRAINED[role]}.offload_policy wins on FSDP2")
+    assert f"drops {dropped} (verl#5995)" in wins
+    assert "optimizer steps on the CPU" in slow
 
 
-def test_d4b_on_fsdp1_offload_policy_has_no_effect_and_the_flags_that_have_one_are_offered():
-    plan = resolve_offload(strategy="fsdp", role="critic", requested=OffloadRequest(), offload_policy=True)
-    assert (plan.offload_policy, plan.params, plan.optimizer, plan.optimizer_device) == (False, False, False, "device")
-    (note,) = plan.notes
+def test_where_the_policy_drops_nothing_only_its_cost_is_said():
+    (note,) = trained_notes("actor", "fsdp2", OffloadFlags(offload_policy=True))
+    assert "optimizer steps on the CPU" in note
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_on_fsdp1_the_policy_has_no_effect_and_the_flags_that_have_one_are_offered(role):
+    (note,) = trained_notes(role, "fsdp", OffloadFlags(offload_policy=True, reshard_after_forward=False))
     assert "no effect on FSDP1" in note
-    assert "critic.fsdp.param_offload=True" in note
-    assert "critic.fsdp.optimizer_offload=True" in note
-    assert "critic.strategy=fsdp2" in note
+    assert f"{TRAINED[role]}.param_offload=True {TRAINED[role]}.optimizer_offload=True" in note
+    assert f"{TRAINED[role].rpartition('.')[0]}.strategy=fsdp2" in note
 
 
-@pytest.mark.parametrize("role", ["actor", "critic", "ref"])
-def test_d4c_offload_policy_without_resharding_is_refused(role):
-    with pytest.raises(ConfigError, match=r"reshard_after_forward=True") as error:
-        resolve_offload(
-            strategy="fsdp2",
-            role=role,
-            requested=OffloadRequest(),
-            offload_policy=True,
-            reshard_after_forward=False,
-        )
-    assert "verl#4974" in str(error.value)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_d4d_ref_is_offloaded_whatever_its_flag_says_and_the_host_bytes_are_named(strategy):
-    plan = resolve_offload(strategy=strategy, role="ref", requested=OffloadRequest(params=False), param_bytes=6 * GIB)
-    assert plan.params
-    assert plan.host_bytes == 6 * GIB
-    (note,) = plan.notes
-    assert "always" in note
-    assert "6.00 GiB" in note
+@pytest.mark.parametrize("role", TRAINED)
+def test_the_policy_without_resharding_is_refused_with_both_ways_out(role):
+    with pytest.raises(ConfigError) as caught:
+        trained_notes(role, "fsdp2", OffloadFlags(offload_policy=True, reshard_after_forward=False))
+    key = TRAINED[role]
+    assert "verl#4974" in caught.value.consequence
+    assert (
+        caught.value.remedy
+        == f"{key}.reshard_after_forward=True, or {key}.offload_policy=False {key}.param_offload=True"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize("params", [None, False, True])
 @pytest.mark.parametrize("optimizer", [None, False, True, "step"])
-@pytest.mark.parametrize("activations", [None, False, True])
-def test_flags_that_do_not_contradict_are_done_as_asked_and_need_no_note(strategy, params, optimizer, activations):
-    plan = resolve_offload(
-        strategy=strategy,
-        role="actor",
-        requested=OffloadRequest(params=params, optimizer=optimizer, activations=activations),
-        param_bytes=GIB,
-    )
-    assert plan.params is bool(params)
-    assert plan.optimizer is (optimizer is True)
-    assert plan.optimizer_per_step is (optimizer == "step")
-    assert plan.activations is bool(activations)
-    assert plan.host_bytes == (GIB if params else None)
-    assert plan.notes == ()
+@pytest.mark.parametrize("reshard", [True, False])
+def test_flags_without_the_policy_do_what_they_say(strategy, params, optimizer, reshard):
+    flags = OffloadFlags(params=params, optimizer=optimizer, reshard_after_forward=reshard)
+    assert trained_notes("actor", strategy, flags) == []
 
 
-def test_resharding_off_is_fine_where_nothing_is_offloaded_by_policy():
-    plan = resolve_offload(
-        strategy="fsdp2", role="actor", requested=OffloadRequest(params=True), reshard_after_forward=False
-    )
-    assert plan.params
+@pytest.mark.parametrize("policy", [True, False])
+def test_a_reference_on_fsdp2_must_reshard_and_no_other_flag_helps(policy):
+    """It is always under CPUOffloadPolicy, whatever `offload_policy` says."""
+    with pytest.raises(ConfigError) as caught:
+        reference_notes("fsdp2", OffloadFlags(offload_policy=policy, reshard_after_forward=False), None)
+    assert caught.value.remedy == f"{REF}.reshard_after_forward=True"
 
 
-@pytest.mark.parametrize("request_", [OffloadRequest(optimizer=True), OffloadRequest(activations=True)], ids=str)
-def test_a_flag_that_would_do_nothing_for_a_role_is_refused(request_):
-    with pytest.raises(ConfigError, match=r"sharding\.roles\.ref\.offload"):
-        resolve_offload(strategy="fsdp", role="ref", requested=request_)
+def test_a_reference_on_fsdp1_need_not_reshard():
+    assert reference_notes("fsdp", OffloadFlags(reshard_after_forward=False), None) == []
 
 
-@pytest.mark.parametrize(("strategy", "role"), [("megatron", "actor"), ("fsdp", "rollout")])
-def test_an_engine_without_offload_is_refused(strategy, role):
-    with pytest.raises(ConfigError):
-        resolve_offload(strategy=strategy, role=role, requested=OffloadRequest())
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_a_reference_is_offloaded_whatever_its_flag_says_and_the_host_bytes_are_named(strategy):
+    (note,) = reference_notes(strategy, OffloadFlags(params=False), 6 * GIB)
+    assert f"{REF}.param_offload=False has no effect" in note
+    assert note.endswith("always keeps ref's parameters on the host, 6.00 GiB over all its ranks")
 
 
-def test_an_unknown_optimizer_mode_is_refused():
-    with pytest.raises(ConfigError, match="true, false or step"):
-        OffloadRequest(optimizer="steps")
+def test_unknown_host_bytes_are_not_spoken_of():
+    (note,) = reference_notes("fsdp2", OffloadFlags(params=False), None)
+    assert note.endswith("on the host")
+
+
+@pytest.mark.parametrize("params", [None, True])
+def test_a_reference_that_is_asked_to_be_offloaded_needs_no_note(params):
+    assert reference_notes("fsdp2", OffloadFlags(params=params), 6 * GIB) == []
+
+
+def test_the_policy_of_a_reference_has_no_effect_on_fsdp1_and_is_what_happens_on_fsdp2():
+    flags = OffloadFlags(offload_policy=True)
+    assert reference_notes("fsdp2", flags, None) == []
+    (note,) = reference_notes("fsdp", flags, None)
+    assert f"{REF}.offload_policy has no effect on FSDP1" in note

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding import versions
-from verl_ext_sharding.config.old_keys import answer
+from verl_ext_sharding.config.old_keys import answer, answer_unread, refusal
 from verl_ext_sharding.config.old_keys_table import REPLACEMENTS
+from verl_ext_sharding.config.unread_keys import BLOCKS
 from verl_ext_sharding.errors import ConfigError
 
 DATA = Path(__file__).parent / "data"
@@ -191,10 +192,101 @@ def test_the_plus_of_hydra_does_not_hide_an_old_key(prefix):
     assert found.overrides == ("critic.fsdp.fsdp_size=2",)
 
 
-def test_a_deleted_key_is_deleted_in_its_new_place():
-    found = answer("~reward_manager.module", None, tree("dp"))
+@pytest.mark.parametrize("key", ["critic.model.fsdp_config", "critic.fsdp_config.fsdp_size", "reward_manager.module"])
+def test_a_deletion_of_an_old_key_is_not_repeated_in_its_new_place(key):
+    found = answer(f"~{key}", None, tree("dp"))
     assert found is not None
-    assert found.overrides == ("~reward.reward_manager.module",)
+    assert found.overrides == ()
+    assert found.remedy == f"remove ~{key}"
+    assert found.error().found == f"~{key}"
+
+
+@pytest.mark.parametrize(
+    ("key", "new"),
+    [
+        ("actor_rollout_ref.actor.offload_policy", "actor_rollout_ref.actor.fsdp_config.offload_policy"),
+        ("actor_rollout_ref.ref.offload_policy", "actor_rollout_ref.ref.fsdp_config.offload_policy"),
+        ("critic.offload_policy", "critic.fsdp.offload_policy"),
+    ],
+)
+def test_an_fsdp_setting_beside_the_block_of_its_role_is_answered_with_the_block(key, new):
+    found = answer(key, "True", tree("dp"))
+    assert found is not None
+    assert found.overrides == (f"{new}=True",)
+
+
+@pytest.mark.parametrize(
+    "block", ["actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"]
+)
+def test_gradient_offload_is_gone_from_the_block_that_each_role_has_now(block):
+    found = answer(f"{block}.grad_offload", "True", tree("dp"))
+    assert found is not None
+    assert found.remedy == f"remove {block}.grad_offload"
+    assert "param_offload" in found.reason
+
+
+def test_several_old_keys_are_repaired_at_once():
+    keys = {
+        "critic.model.fsdp_config.param_offload": "True",
+        "critic.model.fsdp_config.grad_offload": "True",
+        "critic.nccl_timeout": "600",
+        "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_method": "block",
+    }
+    error = refusal([answer(key, value, tree("dp")) for key, value in keys.items()])
+    for key, value in keys.items():
+        assert f"{key}={value}" in error.found
+    assert error.remedy.startswith("write critic.fsdp.param_offload=True actor_rollout_ref.nccl_timeout=600; remove ")
+    assert "remove critic.model.fsdp_config.grad_offload;" in error.remedy
+    assert "with model_engine=megatron" in error.remedy
+
+
+# Keys that verl's yaml still has, and its trainer reads no more
+
+
+LEGACY = "legacy_reward_impl.yaml"
+
+
+def _leaves(config, prefix=""):
+    for key, value in config.items():
+        if OmegaConf.is_config(value):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def test_the_blocks_of_verls_old_reward_keys_are_known_and_all_null():
+    legacy = OmegaConf.load(f"{config_dir()}/{LEGACY}")
+    assert set(legacy) == set(BLOCKS)
+    assert {value for _, value in _leaves(legacy)} == {None}
+
+
+def test_every_old_reward_key_is_answered_with_a_key_that_verl_has_or_with_why_it_is_gone():
+    gone = {"reward_model.model.external_lib", "reward_model.model.trust_remote_code"}
+    for key, _ in _leaves(OmegaConf.load(f"{config_dir()}/{LEGACY}")):
+        found = answer_unread(key, "1", tree("dp"))
+        assert found is not None, key
+        assert (found.new_key in tree("dp")) == (key not in gone), key
+        assert found.new_key is None or found.new_key.startswith("reward."), key
+
+
+def test_values_go_where_verls_own_migration_puts_them():
+    moved = {
+        "custom_reward_function.path": "reward.custom_reward_function.path",
+        "reward_model.enable": "reward.reward_model.enable",
+        "reward_model.model.path": "reward.reward_model.model_path",
+        "reward_model.num_workers": "reward.num_workers",
+        "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
+        "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
+        "reward_model.reward_loop_source": "reward.reward_manager.source",
+        "reward_model.reward_manager": "reward.reward_manager.name",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len": "+reward.reward_kwargs.overlong_buffer_cfg.len",
+        "reward_model.rollout.dtype": "reward.reward_model.rollout.dtype",
+        "sandbox_fusion.url": "reward.sandbox_fusion.url",
+    }
+    for old, new in moved.items():
+        found = answer_unread(old, "7", tree("dp"))
+        assert found is not None
+        assert found.remedy == f"write {new}=7"
 
 
 def test_a_null_that_needs_another_form_is_just_removed():

@@ -330,3 +330,37 @@ def test_a_folder_that_is_not_there_has_no_files(tmp_path):
     with pytest.raises(ConfigError) as caught:
         saved_files(str(tmp_path / "nowhere"), "optim")
     assert caught.value.found == "none"
+
+
+# Folders that are remote
+
+
+@pytest.mark.parametrize("kind", ["model", "optim", "extra_state"])
+def test_a_remote_checkpoint_of_another_number_of_ranks_is_refused_before_anything_is_copied(kind, monkeypatch):
+    pytest.importorskip("verl")
+    from verl_ext_sharding.engines import checkpoints
+
+    folder = "hdfs://runs/global_step_4/actor"
+    there = {f"{folder}/{kind}_world_size_8_rank_{rank}.pt" for rank in range(8)}
+    monkeypatch.setattr(checkpoints, "exists", there.__contains__)
+    monkeypatch.setattr(checkpoints, "copy_to_local", lambda path: pytest.fail(f"{path} was copied"))
+    manager = object.__new__(checkpoints.HostCheckpointManager)
+    manager.rank, manager.world_size = 0, 4
+    with pytest.raises(ConfigError) as caught:
+        manager._read(folder, kind, [])
+    assert f"{kind}_world_size_4_rank_0.pt" in caught.value.expected
+    assert "trainer.resume_from_path" in caught.value.remedy
+
+
+def test_a_remote_file_of_the_same_number_of_ranks_is_copied_and_read(tmp_path, monkeypatch):
+    pytest.importorskip("verl")
+    from verl_ext_sharding.engines import checkpoints
+
+    torch.save({"rng": 1}, tmp_path / "here.pt")
+    monkeypatch.setattr(checkpoints, "exists", lambda path: True)
+    monkeypatch.setattr(checkpoints, "copy_to_local", lambda path: str(tmp_path / "here.pt"))
+    monkeypatch.setattr(checkpoints, "fsdp_version", lambda model: 2)
+    manager, files = object.__new__(checkpoints.HostCheckpointManager), []
+    manager.rank, manager.world_size, manager.model = 0, 4, None
+    assert manager._read("hdfs://runs/actor", "extra_state", files) == {"rng": 1}
+    assert files == [str(tmp_path / "here.pt")]

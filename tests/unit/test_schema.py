@@ -120,14 +120,26 @@ def test_a_key_like_none_there_is_is_refused_with_its_removal(path):
 
 
 @pytest.mark.parametrize("path", BLOCKS[1:])
-@pytest.mark.parametrize("value", [None, 3, "text", [1], True], ids=str)
-def test_a_plain_value_in_place_of_a_block_is_refused(path, value):
+@pytest.mark.parametrize("value", [3, "text", [1], True], ids=str)
+def test_a_plain_value_in_place_of_a_block_is_refused_with_a_key_of_it(path, value):
     error = refusal(nested(path, value))
     assert error.subject == path
     assert error.found == str(value)
+    key, _, text = error.remedy.partition("=")
+    assert key.startswith(f"{path}.")
+    assert ShardingConfig.parse(nested(key, OmegaConf.from_dotlist([f"x={text}"]).x))
 
 
-@pytest.mark.parametrize("block", [None, 3, "base", []], ids=str)
+@pytest.mark.parametrize("path", BLOCKS[1:])
+def test_null_in_place_of_a_block_leaves_verl_alone(path):
+    assert ShardingConfig.parse(nested(path, None)) == ShardingConfig()
+
+
+def test_null_in_place_of_the_whole_asks_for_nothing():
+    assert ShardingConfig.parse(None) == ShardingConfig()
+
+
+@pytest.mark.parametrize("block", [3, "base", []], ids=str)
 def test_the_whole_block_must_be_one(block):
     assert refusal(block).subject == "sharding"
 

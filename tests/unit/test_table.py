@@ -62,12 +62,39 @@ def test_roles_that_share_all_devices_are_named_without_them(job):
 
 
 def test_a_separate_rollout_is_no_row_of_the_actors_devices(job):
-    server = ServerFacts(name="vllm", ranks_per_replica=2, own_devices=4)
+    server = ServerFacts(name="vllm", ranks_per_replica=2, own_nodes=(4,))
     facts = job(("actor",), mode="separate_async", hybrid_rollout=False, rollout=server)
     row = rows({"actor": [0, 1]}, facts)["rollout"]
     assert row.devices == ()
     assert row.ranks == "2 servers x 2"
-    assert row.shares == "none: verl reserves 4 devices of its own"
+    assert row.shares == "none: verl reserves 4 devices of its own (2 x 2)"
+
+
+@pytest.mark.parametrize("mode", ["sync", "separate_async"])
+def test_the_workers_of_separate_async_are_its_own(mode, job):
+    engines = {
+        "actor": EngineFacts(strategy="fsdp2", worker_class="ActorRolloutRefWorker"),
+        "ref": EngineFacts(strategy="fsdp2", worker_class="ActorRolloutRefWorker"),
+        "critic": EngineFacts(strategy="fsdp2", worker_class="TrainingWorker"),
+    }
+    found = rows({"ref": [1]}, job(engines=engines, mode=mode))
+    expected = "DetachActorWorker" if mode == "separate_async" else "ActorRolloutRefWorker"
+    assert (found["actor"].worker_class, found["ref"].worker_class) == (expected, expected)
+    assert found["critic"].worker_class == "TrainingWorker"
+
+
+def test_devices_that_rollouts_servers_leave_of_their_pool_are_noted(job):
+    server = ServerFacts(name="vllm", ranks_per_replica=3, own_nodes=(8,))
+    facts = job(("actor",), mode="separate_async", hybrid_rollout=False, rollout=server)
+    assert rows({}, facts)["rollout"].ranks == "2 servers x 3"
+    assert "verl leaves 2 of the 8 devices of rollout's pool alone: a server takes 3" in notes({}, facts)
+
+
+def test_servers_of_several_teachers_are_counted_by_size(job):
+    teacher = ServerFacts(name="vllm", ranks_per_replica=2, replicas=(2, 1, 1), own_nodes=(4,))
+    facts = job(("actor",), teacher=teacher)
+    assert rows({}, facts)["teacher"].ranks == "1 server x 2, 2 servers x 1"
+    assert rows({"teacher": "all"}, facts)["teacher"].ranks == "1 server x 2, 2 servers x 1"
 
 
 def test_rows_of_reward_and_teacher_name_their_servers(job):
@@ -152,6 +179,31 @@ def test_a_reference_in_the_actors_processes_is_noted_with_how_to_move_it(job):
     text = "\n".join(notes({"actor": [0], "critic": [1]}, job()))
     assert "ref shares the actor's processes" in text
     assert "sharding.roles.ref.devices=" in text
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "veomni", "torchtitan", "automodel"])
+def test_only_of_an_fsdp_engine_it_is_said_that_a_reference_stays_in_host_memory(strategy, job):
+    def text(name):
+        return "\n".join(notes({}, job(engines={role: EngineFacts(strategy=name) for role in ("actor", "ref")})))
+
+    for name in ("fsdp", "fsdp2"):
+        assert "its weights stay in host memory" in text(name)
+    assert "ref shares the actor's processes" in text(strategy)
+    assert "host memory" not in text(strategy)
+
+
+def test_a_reference_that_is_spread_with_the_actor_does_not_stay_in_host_memory(job):
+    text = "\n".join(notes({"actor": [0, 1]}, job(), "actor"))
+    assert "ref shares the actor's processes" in text
+    assert "host memory" not in text
+
+
+def test_nodes_that_maps_name_by_address_are_noted_with_their_numbers(job):
+    facts = job(nodes=2)
+    all_named = {"actor": {"10.0.0.9": [0]}, "critic": {"10.0.0.2": [0]}}
+    assert "10.0.0.2 is node0, 10.0.0.9 is node1: in the order of their addresses" in notes(all_named, facts)
+    (note,) = [note for note in notes({"critic": {"10.0.0.9": [0]}}, facts) if "10.0.0.9" in note]
+    assert "once Ray runs" in note
 
 
 def test_a_reference_elsewhere_is_not_noted(job):

@@ -8,9 +8,10 @@ from omegaconf import OmegaConf
 from verl_ext_sharding.config.changes import apply_changes
 from verl_ext_sharding.config.facts import job_facts
 from verl_ext_sharding.config.measures import handled_keys
+from verl_ext_sharding.config.micro_batches import check_micro_batches
 from verl_ext_sharding.config.reward_keys import acting_keys
 from verl_ext_sharding.config.schema import ShardingConfig
-from verl_ext_sharding.config.translate import request_of, translate, values_of
+from verl_ext_sharding.config.translate import _without_effect, request_of, role_changes, translate, values_of
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.bundles import place
 
@@ -116,6 +117,7 @@ def test_activations_that_shall_stay_switch_verls_own_offload_off(role, model, e
                 "critic.fsdp.use_dynamic_bsz": False,
                 "critic.fsdp.micro_batch_size_per_gpu": 2,
                 "critic.fsdp.infer_micro_batch_size_per_gpu": 2,
+                "critic.ppo_micro_batch_size_per_gpu": 2,
             },
         ),
     ],
@@ -137,11 +139,155 @@ def test_a_micro_batch_sets_all_keys_that_its_role_reads_and_switches_token_budg
             },
         ),
         ("ref", {f"{REF}.log_prob_use_dynamic_bsz": True, f"{REF}.log_prob_max_token_len_per_gpu": 4096}),
-        ("critic", {"critic.fsdp.use_dynamic_bsz": True, "critic.ppo_infer_max_token_len_per_gpu": 4096}),
+        (
+            "critic",
+            {
+                "critic.fsdp.use_dynamic_bsz": True,
+                "critic.use_dynamic_bsz": True,
+                "critic.ppo_infer_max_token_len_per_gpu": 4096,
+            },
+        ),
     ],
 )
 def test_a_token_budget_sets_all_keys_that_its_role_reads_and_switches_it_on(role, keys, everything):
     assert new_values(f"sharding.roles.{role}.max_tokens", 4096, everything) == keys
+
+
+# What verl's checks want of the other roles then; all cases against verl itself: tests/verl/test_micro_batch_keys.py.
+
+
+FIXED = [
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+    f"{REF}.log_prob_micro_batch_size_per_gpu=4",
+    "critic.ppo_micro_batch_size_per_gpu=4",
+]
+KL = "algorithm.use_kl_in_reward=True"
+DYNAMIC = f"{ACTOR}.use_dynamic_bsz=True"
+
+
+def other_keys(roles, *overrides, compose):
+    """Changes of keys that are not among those by which the asked roles are given micro-batches."""
+    config = compose(KL, *overrides)
+    changes = apply_changes(config, translated(ShardingConfig.parse({"roles": roles}), config), {})
+    checked = ShardingConfig.parse({"roles": roles}), job_facts(config), values_of(config)
+    check_micro_batches(*checked)
+    facts = job_facts(config)
+    own = {change.key for role in roles for change in role_changes(role, getattr(checked[0].roles, role), facts)}
+    return {change.key: change.new for change in changes if change.key not in own}
+
+
+@pytest.mark.parametrize(
+    ("roles", "overrides", "keys"),
+    [
+        ({"actor": {"micro_batch_size": 2}}, FIXED, {}),
+        ({"actor": {"max_tokens": 4096}}, FIXED, {}),
+        ({"critic": {"micro_batch_size": 2}}, FIXED, {}),
+        ({"critic": {"micro_batch_size": 2}}, FIXED[:3], {"critic.ppo_micro_batch_size_per_gpu": 2}),
+        ({"critic": {"micro_batch_size": 2}}, [DYNAMIC], {}),
+        ({"critic": {"max_tokens": 4096}}, FIXED, {}),
+        ({"critic": {"max_tokens": 4096}}, FIXED[:3], {"critic.use_dynamic_bsz": True}),
+        ({"ref": {"max_tokens": 4096}}, FIXED, {}),
+        (
+            {"ref": {"max_tokens": 4096}},
+            [*FIXED[:2], FIXED[3]],
+            {f"{REF}.log_prob_micro_batch_size_per_gpu": 4},
+        ),
+        ({"ref": {"max_tokens": 4096}}, [DYNAMIC], {}),
+        ({"ref": {"micro_batch_size": 2}}, [DYNAMIC], {}),
+        (
+            {"actor": {"micro_batch_size": 2}},
+            [DYNAMIC],
+            {f"{REF}.log_prob_micro_batch_size_per_gpu": 2, "critic.use_dynamic_bsz": True},
+        ),
+        (
+            {"actor": {"micro_batch_size": 2}, "ref": {"max_tokens": 4096}, "critic": {"micro_batch_size": 3}},
+            [DYNAMIC],
+            {f"{REF}.log_prob_micro_batch_size_per_gpu": 2, "critic.ppo_micro_batch_size_per_gpu": 3},
+        ),
+        (
+            {"actor": {"micro_batch_size": 2}, "ref": {"micro_batch_size": 1}},
+            [DYNAMIC, f"{ACTOR}.ppo_micro_batch_size=8", f"{REF}.log_prob_micro_batch_size=8"],
+            {
+                f"{ACTOR}.ppo_micro_batch_size": None,
+                f"{REF}.log_prob_micro_batch_size": None,
+                "critic.use_dynamic_bsz": True,
+            },
+        ),
+    ],
+)
+def test_what_a_role_is_given_takes_no_more_keys_of_others_than_verl_asks_for(roles, overrides, keys, compose):
+    assert other_keys(roles, *overrides, compose=compose) == keys
+
+
+def test_each_key_that_verl_asks_for_is_shown_with_the_setting_that_needs_it(compose):
+    config = compose(KL, DYNAMIC)
+    changes = translated(requested("sharding.roles.actor.micro_batch_size", 2), config)
+    whys = {change.key: change.why for change in changes}
+    for key in (f"{REF}.log_prob_micro_batch_size_per_gpu", "critic.use_dynamic_bsz"):
+        assert whys[key].startswith("sharding.roles.actor.micro_batch_size (")
+
+
+@pytest.mark.parametrize(
+    ("roles", "overrides", "missing"),
+    [
+        (
+            {"critic": {"micro_batch_size": 2}},
+            [FIXED[0], FIXED[1]],
+            {f"{REF}.log_prob_micro_batch_size_per_gpu": "ref"},
+        ),
+        ({"actor": {"micro_batch_size": 2}}, [FIXED[2]], {"critic.ppo_micro_batch_size_per_gpu": "critic"}),
+        (
+            {"ref": {"micro_batch_size": 2}},
+            [],
+            {
+                f"{ACTOR}.ppo_micro_batch_size_per_gpu": "actor",
+                f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": "actor",
+                "critic.ppo_micro_batch_size_per_gpu": "critic",
+            },
+        ),
+    ],
+)
+def test_a_micro_batch_that_the_job_leaves_open_is_refused_with_verls_key_and_ours(roles, overrides, missing, compose):
+    with pytest.raises(ConfigError) as caught:
+        other_keys(roles, *overrides, compose=compose)
+    assert caught.value.subject == ", ".join(missing)
+    keys, ours = caught.value.remedy.split(", or ")
+    assert keys == " ".join(f"{key}={caught.value.remedy.partition('=')[2].split()[0].rstrip(',')}" for key in missing)
+    for role in missing.values():
+        assert f"sharding.roles.{role}.micro_batch_size=" in ours
+
+
+@pytest.mark.parametrize("repaired_by", [0, 1], ids=["verl's keys", "ours"])
+def test_what_the_refusal_offers_is_enough(repaired_by, compose):
+    overrides = [FIXED[0], FIXED[1], "sharding.roles.critic.micro_batch_size=2"]
+    with pytest.raises(ConfigError) as caught:
+        other_keys({"critic": {"micro_batch_size": 2}}, *overrides, compose=compose)
+    typed = caught.value.remedy.split(", or ")[repaired_by].split()
+    config = compose(KL, *overrides, *typed)
+    request = request_of(config)
+    apply_changes(config, translated(request, config), {})
+    check_micro_batches(request, job_facts(config), values_of(config))
+
+
+def test_a_job_that_asks_for_no_micro_batch_is_left_to_verls_own_checks(compose):
+    assert other_keys({}, compose=compose) == {}
+
+
+def test_a_deprecated_size_that_verl_refuses_beside_the_new_one_is_named(compose):
+    overrides = [*FIXED, f"{ACTOR}.ppo_micro_batch_size=8"]
+    with pytest.raises(ConfigError) as caught:
+        other_keys({"critic": {"micro_batch_size": 2}}, *overrides, compose=compose)
+    assert caught.value.subject == f"{ACTOR}.ppo_micro_batch_size"
+    assert caught.value.remedy.startswith(f"{ACTOR}.ppo_micro_batch_size=null ")
+
+
+def test_a_mini_batch_above_the_batch_is_refused_where_fixed_micro_batches_take_the_place_of_budgets(compose):
+    small = [DYNAMIC, "data.train_batch_size=64"]
+    assert other_keys({"actor": {"max_tokens": 4096}}, *small, compose=compose) == {}
+    with pytest.raises(ConfigError) as caught:
+        other_keys({"actor": {"micro_batch_size": 2}}, *small, compose=compose)
+    assert caught.value.remedy == f"{ACTOR}.ppo_mini_batch_size=64"
 
 
 @pytest.mark.parametrize("role", ["actor", "ref", "critic"])
@@ -318,6 +464,27 @@ def test_a_limit_for_inputs_is_refused_where_the_users_own_function_prepares_the
     assert "custom_reward_function" in error.expected
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("sharding.fit", "report", "apply, the default, or off in this version"),
+        ("sharding.monitor.interval_s", 2.0, "1.0 in this version"),
+        ("sharding.memory.headroom", 0.5, "0.08 in this version"),
+        ("sharding.roles.teacher.dtype", "bfloat16", "null in this version"),
+    ],
+)
+def test_a_key_that_nothing_acts_on_yet_is_refused_with_a_value_that_it_takes(key, value, expected, everything):
+    error = refusal(key, value, everything)
+    assert error.subject == key
+    assert error.expected.startswith(expected)
+
+
+@pytest.mark.parametrize("key", [k for k in names_of_keys() if k != "sharding.fit"])
+def test_the_value_that_such_a_refusal_expects_is_the_default(key):
+    text = _without_effect(key)
+    assert requested(key, OmegaConf.from_dotlist([f"x={text}"]).x) == ShardingConfig()
+
+
 @pytest.mark.parametrize("role", ["actor", "ref", "critic"])
 def test_a_map_without_its_layout_is_refused(role, everything):
     error = refusal(f"sharding.roles.{role}.device_map", "balanced", everything)
@@ -340,7 +507,7 @@ def test_memory_settings_of_another_engine_are_refused_with_its_name(compose):
     error = refusal("sharding.roles.actor.dtype", "bfloat16", compose("model_engine=megatron"))
     assert error.subject == "sharding.roles.actor"
     assert "megatron" in error.found
-    assert "fsdp2" in error.remedy
+    assert "model_engine=dp" in error.remedy
 
 
 def test_devices_can_be_set_for_any_engine(compose):
@@ -406,8 +573,11 @@ def test_values_are_read_by_dotted_key_with_references_resolved():
     assert values_of(config) == {"a.b": 1, "a.c": 1, "a.e": None, "a.f": None}
 
 
-def test_a_config_without_our_block_asks_for_nothing():
-    assert request_of(OmegaConf.create({"trainer": {}})) == ShardingConfig()
+@pytest.mark.parametrize(
+    "config", [{"trainer": {}}, {"sharding": None}, {"sharding": {"roles": {"critic": None}}}], ids=str
+)
+def test_a_config_without_our_block_or_with_null_for_it_asks_for_nothing(config):
+    assert request_of(OmegaConf.create(config)) == ShardingConfig()
 
 
 def test_the_request_resolves_references():

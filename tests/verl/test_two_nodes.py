@@ -17,8 +17,8 @@ from ray.cluster_utils import Cluster
 
 sizes = json.loads(sys.argv[1])
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 12, "num_gpus": sizes[0], "include_dashboard": False})
-for size in sizes[1:]:
-    cluster.add_node(num_cpus=12, num_gpus=size)
+for index, size in enumerate(sizes[1:]):
+    cluster.add_node(num_cpus=12, num_gpus=size, node_ip_address=f"127.0.0.{index + 2}")
 ray.init(address=cluster.address, log_to_driver=False)
 cluster.wait_for_nodes()
 try:
@@ -76,6 +76,13 @@ def test_servers_get_their_share_of_a_pool_with_gaps(two_even_nodes):
     first, second = two_even_nodes["nodes"]
     placed = [[(w["node_id"], w["device"]) for w in server] for server in two_even_nodes["served"]]
     assert placed == [[(first, 1)], [(second, 3)]]
+
+
+def test_a_node_that_a_map_names_by_its_address_is_the_one_that_ray_reserves(two_even_nodes):
+    found = two_even_nodes["addressed"]
+    assert len(found) == 2
+    for address, job in found.items():
+        assert job == {"names": [address], "reserved": [address, address]}
 
 
 def test_each_node_answers_with_the_drivers_code_and_spec(two_even_nodes):

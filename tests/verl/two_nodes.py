@@ -13,7 +13,7 @@ from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.errors import ShardingError
 from verl_ext_sharding.patch_points import worker_group
 from verl_ext_sharding.patching import apply
-from verl_ext_sharding.placement import checks
+from verl_ext_sharding.placement import resources
 from verl_ext_sharding.placement.bundles import Placement, Promise, place
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts
 
@@ -38,6 +38,7 @@ def run(job: dict[str, Any], num_nodes: int) -> dict[str, Any]:
     result["served"] = _served(manager)
     result |= _not_reserved(placement)
     _free(workers, manager)
+    result["addressed"] = _addressed()
     result["free_after"] = _settled_gpus()
     return result
 
@@ -132,6 +133,24 @@ def _not_reserved(placement: Placement) -> dict[str, str]:
     return {"not_reserved": "reserved twice"}
 
 
+def _addressed() -> dict[str, dict[str, Any]]:
+    """By address of each node: a job of one node whose map names it, and where Ray reserved its devices."""
+    from verl_ext_sharding.workers.pools import reserve
+
+    found = {}
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    for name in addresses.values():
+        _settled_gpus()
+        facts = _facts(1, 2)
+        names = resources.nodes_of_job(place({"critic": {name: [1]}}, facts), cluster.free_resources())
+        placement = place({"critic": {name: [1]}}, facts, node_names=names)
+        bundles = reserve(RunSpec(placement=placement, bundle_cpus=3, timeout_s=60))
+        found[name] = {"names": names, "reserved": [addresses[b.promise.node_id] for b in bundles.values()]}
+        for group in {bundle.group.id: bundle.group for bundle in bundles.values()}.values():
+            ray.util.remove_placement_group(group)
+    return found
+
+
 def _settled_gpus() -> float:
     import time
 
@@ -146,7 +165,7 @@ def _settled_gpus() -> float:
 def _check(check: dict[str, int]) -> dict[str, Any]:
     facts = _facts(check["nodes"], check["devices"])
     try:
-        checks.check_cluster(place({}, facts), facts, cluster.free_resources())
+        resources.check_cluster(place({}, facts), facts, cluster.free_resources())
     except ShardingError as error:
         print(error)
     return {}

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_ext_sharding.cli import render
+from verl_ext_sharding.config import sft as sft_config
 from verl_ext_sharding.config.changes import parse_overrides
 from verl_ext_sharding.config.schema import PLUGIN_NAME
+from verl_ext_sharding.config.values import unreadable, whole_number
 from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.launchers import Program
+from verl_ext_sharding.placement.table import PlacementTable, RoleRow
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+_NODES, _DEVICES = "trainer.nnodes", "trainer.n_gpus_per_node"
 
 
 def run(*, overrides: Sequence[str], config_name: str, config_path: str | None, as_json: bool) -> int:
     """Prints the placement of a command.
 
     Args:
-        overrides: As given to `python -m verl.trainer.main_ppo`; `trainer.plugin=sharding` may be left out.
+        overrides: As given to verl's PPO trainer, or to its SFT trainer with that one's config; `trainer.plugin=sharding`
+            may be left out.
         config_name: Primary config.
         config_path: Folder of configs, None: verl's.
         as_json: Print JSON instead of tables.
@@ -31,6 +42,8 @@ def run(*, overrides: Sequence[str], config_name: str, config_path: str | None, 
     config = compose(overrides, config_name, config_path)
     if not driver.asked_for(config):
         raise _switched_off()
+    if sft_config.is_sft(config):
+        return _show_sft(config, overrides, as_json=as_json)
     plan = driver.prepare(config, explicit=parse_overrides(overrides))
     if as_json:
         layers = [
@@ -48,6 +61,40 @@ def run(*, overrides: Sequence[str], config_name: str, config_path: str | None, 
     return 0
 
 
+def _show_sft(config: DictConfig, overrides: Sequence[str], *, as_json: bool) -> int:
+    """The plan of `verl.trainer.sft_trainer`, whose one role is on every device that torchrun starts a process for.
+
+    Its config says nothing of devices that SFT reads; the plan counts `trainer.nnodes` of `trainer.n_gpus_per_node`.
+    """
+    from omegaconf import OmegaConf
+
+    from verl_ext_sharding import sft
+
+    nodes, devices = (whole_number(key, OmegaConf.select(config, key), instead=1) for key in (_NODES, _DEVICES))
+    ranks = {"RANK": 0, "WORLD_SIZE": nodes * devices, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": devices}
+    environ = {**os.environ, **{name: str(number) for name, number in ranks.items()}}
+    program = Program(target=("-m", sft.TRAINER), arguments=tuple(overrides))
+    plan = sft.prepare(config, parse_overrides(overrides), environ, program)
+    row = RoleRow(
+        role=sft_config.ROLE,
+        worker_class="TrainingWorker",
+        engine=sft_config.engine_name(config),
+        devices=plan.spec.placement.devices_of(sft_config.ROLE),
+        ranks=f"{nodes * devices} process{'es' if nodes * devices > 1 else ''}",
+        nodes=tuple(range(nodes)),
+        shares="none",
+    )
+    note = f"torchrun or accelerate launch starts a process on each device; planned are {_NODES}={nodes} of "
+    table = PlacementTable(rows=(row,), notes=(f"{note}{_DEVICES}={devices}, which SFT itself does not read",))
+    if as_json:
+        changes = [asdict(change) for change in plan.changes]
+        render.show_json({**table.as_dict(), "layers": [], "changes": changes})
+    else:
+        render.show_changes(plan.changes)
+        render.show_placement(table)
+    return 0
+
+
 def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_path: str | None = None) -> Any:
     """verl's config with overrides, composed without importing verl or torch.
 
@@ -57,6 +104,7 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
     from verl_ext_sharding.config import hydra_source
     from verl_ext_sharding.patch_points import hydra_overrides
@@ -70,6 +118,8 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
     try:
         with initialize_config_dir(str(folder), version_base=None):
             return hydra_compose(config_name, overrides=lines)
+    except OmegaConfBaseException as error:
+        raise unreadable(error) from error
     except HydraException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_ext_sharding.communication.hygiene import Setting
-from verl_ext_sharding.config.changes import KeyChange
+from verl_ext_sharding.config.changes import KeyChange, as_override
 from verl_ext_sharding.placement.device_map import HOST, LayerRow
 from verl_ext_sharding.placement.devices import format_devices
 from verl_ext_sharding.placement.table import PlacementTable
@@ -96,8 +96,8 @@ def show_changes(changes: Sequence[KeyChange]) -> None:
     for why, group in reasons.items():
         show(f"set because of {why}:")
         for change in group:
-            before = "not there" if change.added else _override(change.old)
-            show(f"  {'+' * change.added}{change.key}={_override(change.new)}  (was {before})")
+            before = "not there" if change.added else as_override(change.old)
+            show(f"  {'+' * change.added}{change.key}={as_override(change.new)}  (was {before})")
 
 
 def show_settings(settings: Sequence[Setting]) -> None:
@@ -111,14 +111,3 @@ def show_read_back(rows: Sequence[Mapping[str, Any]]) -> None:
     columns = ("role", "rank", "device", "node", "accelerator", "worker", "engine", "pid")
     cells = [tuple(row[column] for column in columns) for row in rows]
     show(table("Roles and devices (read back from the workers)", columns, cells))
-
-
-def _override(value: Any) -> str:
-    """A value as Hydra reads it on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_override(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_override, value)) + "]"
-    return str(value)

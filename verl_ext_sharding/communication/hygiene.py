@@ -5,9 +5,10 @@
 - `NCCL_IB_DISABLE=1` only where no InfiniBand device exists. RoCE devices stand in the same folder and count as one.
 - `NCCL_P2P_DISABLE=1` only where no pair of GPUs has peer access.
 
-What the user exported always wins. Hardware differs from node to node while a Ray job has one environment, so with
-several nodes `decide_here` runs once on each of them (as a Ray task, given `exported()` of the driver), `merge` takes
-the strictest value, and the driver sets `as_env` of the result in the `runtime_env` of `ray.init`: from there it reaches
+What the user exported wins over hardware and defaults; a `sharding.communication` key that says the opposite of it is
+refused. Hardware differs from node to node while a Ray job has one environment, so with several nodes `decide_here` runs
+once on each that has GPUs of the job (as a Ray task, given `exported()` of the driver), `merge` takes the strictest value,
+and the driver sets `as_env` of the result in the `runtime_env` of `ray.init`: from there it reaches
 the task runner, every worker and the rollout servers, on all nodes.
 """
 
@@ -73,8 +74,10 @@ def decide(
         One setting for each name, also for those left alone.
 
     Raises:
-        ConfigError: The user asks for InfiniBand or peer access, and this node has none.
+        ConfigError: The user asks for InfiniBand or peer access, and this node has none; or for the opposite of what is
+            exported.
     """
+    check_exports(config, environ)
     exports = exported(environ)
     return [
         _exported_setting(exports, ASYNC_ERROR_HANDLING) or _async_error_handling(config.async_error_handling),
@@ -92,6 +95,28 @@ def decide_here(config: CommunicationConfig, driver_exports: Mapping[str, str] |
     """
     environ = {**exported(os.environ), **(driver_exports or {})}
     return decide(config, environ, p2p_matrix=topology.detect())
+
+
+def check_exports(config: CommunicationConfig, environ: Mapping[str, str]) -> None:
+    """Refuses a key that says the opposite of an exported variable: which of the two counts would be a guess.
+
+    Args:
+        config: The `sharding.communication` block.
+        environ: The environment that the user started from.
+
+    Raises:
+        ConfigError: Names the key and the variable.
+    """
+    exports = exported(environ)
+    for key, variable, wanted in (
+        ("infiniband", IB_DISABLE, config.infiniband),
+        ("p2p", P2P_DISABLE, config.p2p),
+        # true is the default, and so may not be the user's word
+        ("async_error_handling", ASYNC_ERROR_HANDLING, "auto" if config.async_error_handling else False),
+    ):
+        setting = _exported_setting(exports, variable)
+        if wanted != "auto" and setting is not None and _means(setting) != wanted:
+            raise _contradiction(f"sharding.communication.{key}", wanted, setting)
 
 
 def exported(environ: Mapping[str, str]) -> dict[str, str]:
@@ -146,6 +171,12 @@ def _exported_setting(exports: Mapping[str, str], name: str) -> Setting | None:
         reason = f"exported as {ASYNC_ERROR_HANDLING_OLD}, its name before torch 2.2"
         return Setting(name=name, value=exports[ASYNC_ERROR_HANDLING_OLD], source="user", reason=reason)
     return None
+
+
+def _means(setting: Setting) -> bool:
+    """Whether an exported value leaves what it is about on: `NCCL_*_DISABLE=0`, error handling other than 0."""
+    zero = str(setting.value).strip() == "0"
+    return not zero if setting.name == ASYNC_ERROR_HANDLING else zero
 
 
 def _async_error_handling(on: bool) -> Setting:
@@ -206,6 +237,17 @@ def _not_there(key: str, expected: str, found: str, variable: str) -> ConfigErro
         found=found,
         consequence="the run does not start, since NCCL would silently use something slower",
         remedy=f"{key}=auto, or export {variable}=0 to insist",
+    )
+
+
+def _contradiction(key: str, wanted: bool, setting: Setting) -> ConfigError:
+    default = "true" if setting.name == ASYNC_ERROR_HANDLING else "auto"
+    return ConfigError(
+        f"{key}={str(wanted).lower()}",
+        expected=f"{setting.name} not exported, or with the same meaning",
+        found=f"{setting.name}={setting.value} {setting.reason}",
+        consequence="the run does not start, since both can't hold",
+        remedy=f"{key}={default}, or unset {setting.name} where the job starts and where Ray was started",
     )
 
 

@@ -14,6 +14,9 @@ from verl_ext_sharding.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_PLAIN = re.compile(r"(\$\{[\w.:,]+\}|[\w/.:+%@?|*-])+")
+"""Text that Hydra's grammar takes without quotes."""
+
 
 @dataclass(kw_only=True, frozen=True)
 class KeyChange:
@@ -82,6 +85,24 @@ def apply_changes(config: DictConfig, changes: Iterable[KeyChange], explicit: Ma
         applied.append(replace(change, old=old, added=added))
         logger.debug("%s=%s (was %s): %s", change.key, change.new, old, change.why)
     return applied
+
+
+def as_override(value: Any) -> str:
+    """A value as Hydra reads it on the command line.
+
+    Args:
+        value: A plain value, list or mapping.
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{as_override(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(as_override, value)) + "]"
+    text = str(value)
+    if not isinstance(value, str) or _PLAIN.fullmatch(text):
+        return text
+    return "'" + text.replace("'", "\\'") + "'"
 
 
 def _differ(config: DictConfig, change: KeyChange, key: str, text: str) -> bool:

@@ -22,7 +22,29 @@ Capability = tuple[int, int]
 BFLOAT16_FROM: Capability = (8, 0)
 
 _SPELLINGS = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"}
+_ITEM_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+"""In the spellings that verl reads (utils/torch_dtypes.py)."""
+
 _ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def stored_dtype(role: str, asked: Any) -> str:
+    """The dtype in which verl's FSDP engine stores a role's weights, as the user spells it.
+
+    Args:
+        role: "actor", "ref" or "critic".
+        asked: `model_dtype` of the role; None: verl's own choice (workers/engine/fsdp/transformer_impl.py, _build_module).
+    """
+    return str(asked) if asked is not None else "bf16" if role == "ref" else "fp32"
+
+
+def item_bytes(dtype: str) -> int | None:
+    """Bytes of one weight; None for a dtype that no weights are trained in.
+
+    Args:
+        dtype: As verl's `model_dtype`.
+    """
+    return _ITEM_BYTES.get(dtype)
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -1,16 +1,18 @@
 """Answers a key that an older release of verl had with the key and value to write now, or with why it is gone.
 
-Hydra itself only says that a key is unknown. What became of each key stands in `old_keys_table`.
+Hydra itself only says that a key is unknown. What became of each key stands in `old_keys_table`, and in `unread_keys` for
+those that verl's yaml still has and nothing reads.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from verl_ext_sharding.config.old_keys_table import REPLACEMENTS, TRAINING_ROLES, Replacement
+from verl_ext_sharding.config.unread_keys import UNREAD
 from verl_ext_sharding.errors import ConfigError, did_you_mean
 
 _PREFIXES = "+~"
@@ -25,7 +27,7 @@ class Answer:
     """What to write instead of an old key.
 
     Args:
-        key: The old key, without Hydra's `+` or `~`.
+        key: The old key, without Hydra's `+`; a deletion keeps its `~`.
         value: The old value as typed, None when there was none.
         since: The first release of verl without the key.
         new_key: Where it is now, or None: gone.
@@ -56,20 +58,47 @@ class Answer:
         )
 
     @property
-    def message(self) -> str:
-        """The whole answer, as one line."""
-        return f"{self.key} is gone since verl {self.since}: {self.remedy} ({self.reason})"
+    def written(self) -> str:
+        """The old key as it was typed, with its value."""
+        return self.key if self.value is None else f"{self.key}={self.value}"
 
     def error(self) -> ConfigError:
         """The answer as the error that ends the run."""
-        written = self.key if self.value is None else f"{self.key}={self.value}"
-        return ConfigError(
-            f"{self.key}: a key of an older verl",
-            expected=f"a key of verl {self.since} or later",
-            found=written,
-            consequence=f"the run does not start; {self.reason}",
-            remedy=self.remedy,
-        )
+        return refusal([self])
+
+
+def refusal(answers: Sequence[Answer], undo: Iterable[str] = ()) -> ConfigError:
+    """One error for all old keys of a run, so that one attempt repairs them all.
+
+    Args:
+        answers: One or more.
+        undo: Overrides that take keys of a yaml file back; empty: all old keys stand on the command line.
+    """
+    first = answers[0]
+    more = f" and {len(answers) - 1} more" if len(answers) > 1 else ""
+    remedy = _remedy(answers)
+    typed = [*undo, *(override for answer in answers if answer.available for override in answer.overrides)]
+    return ConfigError(
+        f"{first.key}{more}: {'keys' if more else 'a key'} of an older verl",
+        expected=f"{'keys' if more else 'a key'} of verl {max((a.since for a in answers), key=_release)} or later",
+        found=", ".join(answer.written for answer in answers),
+        consequence=f"the run does not start; {'; '.join(dict.fromkeys(answer.reason for answer in answers))}",
+        remedy=f"{remedy} in the yaml file; or type {' '.join(typed)}" if undo else remedy,
+    )
+
+
+def _remedy(answers: Sequence[Answer]) -> str:
+    """What to write and what to remove, each once."""
+    moved = [override for answer in answers if answer.available for override in answer.overrides]
+    gone = [answer.key for answer in answers if not answer.overrides]
+    elsewhere = [answer.remedy for answer in answers if answer.overrides and not answer.available]
+    parts = [f"write {' '.join(dict.fromkeys(moved))}"] if moved else []
+    parts += [f"remove {', '.join(gone)}"] if gone else []
+    return "; ".join(parts + elsewhere)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
 
 
 def answer(key: str, value: str | None, known_keys: Collection[str]) -> Answer | None:
@@ -84,18 +113,38 @@ def answer(key: str, value: str | None, known_keys: Collection[str]) -> Answer |
         The answer, or None for a key that this run's config has or that verl never had.
     """
     bare = key.lstrip(_PREFIXES)
-    if bare in known_keys:
-        return None
-    for replacement in REPLACEMENTS:
-        match = _pattern(replacement.old).fullmatch(bare)
+    found = None if bare in known_keys else _find(REPLACEMENTS + UNREAD, bare, value, known_keys)
+    if found is None or not key.startswith("~"):
+        return found
+    # Deleting it in its new place could take away what verl reads there, a whole block even.
+    reason = f"{found.reason}; so there is nothing left to delete"
+    return replace(found, key=f"~{bare}", new_key=None, overrides=(), reason=reason, available=False)
+
+
+def answer_unread(key: str, value: str, known_keys: Collection[str]) -> Answer | None:
+    """Where to write a value of a key that verl's yaml has and nothing reads, or None for any other key.
+
+    Args:
+        key: Dotted key of a composed config.
+        value: Its value as one would type it.
+        known_keys: Every dotted key that verl has, blocks included.
+    """
+    return _find(UNREAD, key, value, known_keys)
+
+
+def _find(
+    replacements: Iterable[Replacement], key: str, value: str | None, known_keys: Collection[str]
+) -> Answer | None:
+    for replacement in replacements:
+        match = _pattern(replacement.old).fullmatch(key)
         if match is not None:
             place, reason, available = _place(replacement, match, known_keys)
             return Answer(
-                key=bare,
+                key=key,
                 value=value,
                 since=replacement.since,
                 new_key=place,
-                overrides=() if place is None else _overrides(place, value, replacement, deletes=key.startswith("~")),
+                overrides=() if place is None else _overrides(place, value, replacement),
                 reason=reason,
                 available=available,
             )
@@ -106,8 +155,9 @@ def _place(replacement: Replacement, match: re.Match[str], known_keys: Collectio
     """Where the key is now, why, and whether this run's config has that place."""
     reason = _fill(replacement.reason, match)
     places = [_fill(place, match) for place in replacement.new]
-    for place in places:
-        if _is_known(place, known_keys):
+    for template, place in zip(replacement.new, places, strict=True):
+        above = _fill(template.removesuffix(".*"), match).rpartition(".")[0].removeprefix("+")
+        if place in known_keys or (place.startswith("+") and above in known_keys):
             return place, reason, True
     if not places:
         return None, reason, False
@@ -119,9 +169,7 @@ def _place(replacement: Replacement, match: re.Match[str], known_keys: Collectio
     return f"{block}.{close}" if close else None, f"{reason}; {block} has no {leaf}", close is not None
 
 
-def _overrides(place: str, value: str | None, replacement: Replacement, *, deletes: bool) -> tuple[str, ...]:
-    if deletes:
-        return (f"~{place}",)
+def _overrides(place: str, value: str | None, replacement: Replacement) -> tuple[str, ...]:
     if value is None or replacement.value is None:
         return (*replacement.also, f"{place}={'<value>' if value is None else value}")
     if value.lower() in _NULLS:
@@ -130,18 +178,6 @@ def _overrides(place: str, value: str | None, replacement: Replacement, *, delet
         return (*replacement.also, f"{place}={replacement.value(value)}")
     except ValueError:
         return (*replacement.also, f"{place}=<value>")
-
-
-def _is_known(place: str, known_keys: Collection[str]) -> bool:
-    if place.startswith("+"):
-        return _open_block(place[1:], known_keys)
-    return place in known_keys
-
-
-def _open_block(key: str, known_keys: Collection[str]) -> bool:
-    """Whether some block above a key exists, so that Hydra can add the key there."""
-    blocks = key.split(".")
-    return any(".".join(blocks[:depth]) in known_keys for depth in range(2, len(blocks)))
 
 
 def _fill(text: str, match: re.Match[str]) -> str:

@@ -97,13 +97,14 @@ SINCE_0_7 = (
         since="0.4",
         reason="gradients move to the host with the parameters, by critic.fsdp.param_offload",
     ),
+    Replacement(old="critic.fsdp.grad_offload", since="0.4", reason=_GRADIENTS),
     Replacement(old="<role>.fsdp_config.grad_offload", since="0.4", reason=_GRADIENTS),
     Replacement(old="critic.fsdp_config.*", since="0.8", reason=_FSDP_CRITIC, new=("critic.fsdp.*",)),
     Replacement(
-        old="actor_rollout_ref.actor.offload_policy",
+        old="<role>.offload_policy",
         since="0.4",
         reason="FSDP settings stand in the role's FSDP block",
-        new=("actor_rollout_ref.actor.fsdp_config.offload_policy",),
+        new=("<role>.fsdp_config.offload_policy", "<role>.fsdp.offload_policy"),
     ),
     Replacement(
         old="critic.nccl_timeout",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_ext_sharding.config import old_keys
+from verl_ext_sharding.config.changes import as_override
 from verl_ext_sharding.config.schema import PLUGIN_NAME, unknown_key
 from verl_ext_sharding.config.translate import request_of
 from verl_ext_sharding.errors import ConfigError, did_you_mean
@@ -24,14 +26,17 @@ def explain(error: Exception, overrides: Iterable[Any], config: DictConfig) -> C
     if "sharding" not in config:
         return None
     overrides = list(overrides)
-    switched_on = any(o.key_or_group == "trainer.plugin" and o.value() == PLUGIN_NAME for o in overrides)
+    switched_on = OmegaConf.select(config, "trainer.plugin", default=None) == PLUGIN_NAME or any(
+        o.key_or_group == "trainer.plugin" and o.value() == PLUGIN_NAME for o in overrides
+    )
+    answers = _old_keys(overrides, config) if switched_on else []
+    if answers:
+        return old_keys.refusal(answers)
     for override in overrides:
-        key = override.key_or_group
-        if switched_on and not _exists(config, key) and (answer := _old_key(override, config)):
-            return answer
+        key, value = override.key_or_group, override.value()
         if f"'{key}'" in str(error) or override.input_line in str(error):
-            path, name, known = _first_missing(config, key)
-            if name is None or not _is_ours(key, override.value()):
+            path, name, known = _first_missing(config, key, value)
+            if name is None or not _is_ours(f"{path}.{name}" if path else name, value):
                 return None
             return unknown_key(path, name, known) if known else _no_block(path, key, override.input_line)
     return None
@@ -58,13 +63,29 @@ def _no_block(path: str, key: str, line: str) -> ConfigError:
     )
 
 
-def _old_key(override: Any, config: DictConfig) -> ConfigError | None:
-    """What became of a key of an older verl, or None."""
-    from verl_ext_sharding.config import old_keys
+def _old_keys(overrides: Iterable[Any], config: DictConfig) -> list[old_keys.Answer]:
+    """What became of the keys of an older verl among the overrides; a block as a value counts key by key."""
+    known = known_keys(config)
+    found = []
+    for override in overrides:
+        if _first_missing(config, override.key_or_group, override.value())[1] is not None:
+            found += [old_keys.answer(key, text, known) for key, text in _written(override)]
+    return [answer for answer in found if answer is not None]
 
-    key, _, value = override.input_line.partition("=")
-    found = old_keys.answer(key, value or None, known_keys(config))
-    return found.error() if found is not None else None
+
+def _written(override: Any) -> Iterator[tuple[str, str | None]]:
+    """The dotted keys that an override sets, as typed, and their values."""
+    key, _, text = override.input_line.partition("=")
+    stack: list[tuple[str, Any]] = [(key, override.value())]
+    if not isinstance(override.value(), dict):
+        yield key, text or None
+        return
+    while stack:
+        path, value = stack.pop(0)
+        if isinstance(value, dict) and value:
+            stack = [(f"{path}.{name}", item) for name, item in value.items()] + stack
+        else:
+            yield path, as_override(value)
 
 
 def known_keys(config: DictConfig) -> set[str]:
@@ -81,12 +102,12 @@ def known_keys(config: DictConfig) -> set[str]:
     return keys
 
 
-def _exists(config: DictConfig, key: str) -> bool:
-    return _first_missing(config, key)[1] is None
+def _first_missing(config: DictConfig, key: str, value: Any = None) -> tuple[str, str | None, list[str]]:
+    """Where a dotted key, or a block that is its value, leaves the tree.
 
-
-def _first_missing(config: DictConfig, key: str) -> tuple[str, str | None, list[str]]:
-    """Where a dotted key leaves the tree: the path so far, the missing name, the names that there are."""
+    Returns:
+        The path so far, the missing name (None: nothing is missing), the names that there are.
+    """
     node: Any = config
     parts = key.split(".")
     for depth, part in enumerate(parts):
@@ -94,6 +115,11 @@ def _first_missing(config: DictConfig, key: str) -> tuple[str, str | None, list[
             known = [str(name) for name in node] if isinstance(node, DictConfig) else []
             return ".".join(parts[:depth]), part, known
         node = node._get_node(part)
+    if isinstance(value, dict) and isinstance(node, DictConfig) and not node._is_none():
+        for name, item in value.items():
+            found = _first_missing(config, f"{key}.{name}", item)
+            if found[1] is not None:
+                return found
     return key, None, []
 
 
@@ -105,7 +131,7 @@ def check_types(config: DictConfig) -> None:
     """
     from hydra.errors import ConfigCompositionException
 
-    if not isinstance(config, DictConfig) or "sharding" not in config:
+    if not isinstance(config, DictConfig) or config.get("sharding") is None:
         return
     try:
         block = OmegaConf.create({"sharding": OmegaConf.to_container(config.sharding, resolve=True)})

@@ -1,46 +1,103 @@
-"""Keys of older verl versions that a recipe's yaml adds to the tree: Hydra takes them, and verl reads them nowhere."""
+"""Old keys that Hydra takes and verl reads nowhere: added by a recipe's yaml or a `+`, or kept in verl's own yaml."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config import old_keys
+from verl_ext_sharding.config.changes import as_override
 from verl_ext_sharding.config.override_hints import known_keys
+from verl_ext_sharding.config.unread_keys import BLOCKS
 
 _GENERATED = "_generated_ppo_*.yaml"
 """verl ships its composed trees, one for each engine (trainer/config)."""
 
+_ENGINE_CHOICES = ("actor_rollout_ref.actor._target_", "critic._target_")
+"""Keys by which a config tells its engines."""
 
-def check_recipe_keys(config: DictConfig) -> None:
-    """Answers the first key of the composed config that only an older verl had.
+
+def check_recipe_keys(config: DictConfig, explicit: Collection[str] = ()) -> None:
+    """Answers the keys of the composed config that only an older verl had or read.
 
     Args:
         config: The composed config, recipe included.
+        explicit: Keys that the user wrote on the command line; what is not among them stands in a yaml file.
 
     Raises:
-        ConfigError: Names the key and what to write now.
+        ConfigError: Names each such key and what to write now.
     """
-    known = _verl_keys()
+    known = _keys_of_engines(config)
     if not known:
         return
-    for key in sorted(known_keys(config) - known):
-        value = OmegaConf.select(config, key, default=None, throw_on_missing=False)
-        written = None if value is None or OmegaConf.is_config(value) else str(value)
-        found = old_keys.answer(key, written, known)
-        if found is not None:
-            raise found.error()
+    answers, undo = [], []
+    for key, value in _leaves(config):
+        found = _answer(key, value, known)
+        if found is None:
+            continue
+        answers.append(found)
+        if not any(key == written or key.startswith(f"{written}.") for written in explicit):
+            undo.append(_undo(key, known))
+    if answers:
+        raise old_keys.refusal(answers, undo=dict.fromkeys(undo))
+
+
+def _answer(key: str, value: Any, known: Collection[str]) -> old_keys.Answer | None:
+    text = None if value == "???" else as_override(value)
+    if key in known:
+        asks = key.startswith(tuple(f"{block}." for block in BLOCKS)) and text not in (None, "null", "{}", "[]")
+        return old_keys.answer_unread(key, str(text), known) if asks else None
+    found = old_keys.answer(key, text, known)
+    if found is None and text not in (None, "null"):
+        found = old_keys.answer_unread(key, str(text), known)
+    return replace(found, overrides=()) if found is not None and value == {} else found
+
+
+def _undo(key: str, known: Collection[str]) -> str:
+    """The override that takes a key of a yaml file back, with the block around it that verl does not have either."""
+    if key in known:
+        return f"{key}=null"
+    parts = key.split(".")
+    names = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return f"~{next(name for name in names if name not in known)}"
+
+
+def _leaves(config: DictConfig, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys with a value of their own, as the file has it: references unresolved; an empty block is one too."""
+    for name in config:
+        node, key = config._get_node(name), f"{path}.{name}" if path else str(name)
+        if isinstance(node, DictConfig) and len(node):
+            yield from _leaves(node, key)
+        elif OmegaConf.is_config(node):
+            yield key, OmegaConf.to_container(node)
+        else:
+            yield key, node._value()
+
+
+def _keys_of_engines(config: DictConfig) -> frozenset[str]:
+    """Every key that verl has for this run's engines, blocks included; empty when verl's trees are not to be found."""
+    trees = _verl_trees()
+    chosen = [OmegaConf.select(config, key, default=None, throw_on_missing=False) for key in _ENGINE_CHOICES]
+    of_run = [keys for targets, keys in trees if set(targets) & set(chosen)]
+    return frozenset().union(*(of_run or [keys for _, keys in trees]))
 
 
 @functools.cache
-def _verl_keys() -> frozenset[str]:
-    """Every key that the installed verl has for any engine, blocks included; empty when its trees are not to be found."""
+def _verl_trees() -> list[tuple[tuple[str, ...], frozenset[str]]]:
+    """Of each engine, its config classes and every key that the installed verl has for it."""
     package = util.find_spec("verl")
     if package is None or not package.submodule_search_locations:
-        return frozenset()
+        return []
     folder = Path(next(iter(package.submodule_search_locations))) / "trainer" / "config"
     trees = [OmegaConf.load(file) for file in sorted(folder.glob(_GENERATED))]
-    return frozenset(key for tree in trees if isinstance(tree, DictConfig) for key in known_keys(tree))
+    return [
+        (tuple(str(OmegaConf.select(tree, key)) for key in _ENGINE_CHOICES), frozenset(known_keys(tree)))
+        for tree in trees
+        if isinstance(tree, DictConfig)
+    ]

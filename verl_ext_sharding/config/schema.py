@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, Union
 
+from verl_ext_sharding.config.checkpointing_policy import read_policy
 from verl_ext_sharding.errors import ConfigError, did_you_mean
 
 PLUGIN_NAME = "sharding"
@@ -23,11 +23,6 @@ PLUGIN_NAME = "sharding"
 Dtype = Literal["float32", "bfloat16", "float16"]
 PolicyName = Literal["auto", "full", "every_n", "selective", "budget"]
 DeviceSpec = Union[int, str, list[Any], Mapping[str, Any], None]  # noqa: UP007  (evaluated at run time on 3.10)
-
-_KEYS_OF = {"auto": (), "full": (), "every_n": ("every",), "selective": ("keep",), "budget": ("budget", "compile")}
-"""The keys that each policy takes."""
-
-_BYTES = re.compile(r"\s*\d+(\.\d+)?\s*([KMGT]i?B|B)\s*", re.IGNORECASE)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -38,7 +33,7 @@ class CheckpointingConfig:
         policy: `full` recomputes each layer, `every_n` one layer in `every`, `selective` keeps the outputs of matmuls
             and attention, `budget` keeps what fits `budget`, `auto` the best time for its memory.
         every: For `every_n`: 1 or more.
-        keep: For `selective`: "attention", "matmul", or both.
+        keep: For `selective`: of "attention", "matmul" and "narrow_matmul", one or a list.
         budget: For `budget`: a share of the activation memory (0 to 1) or bytes as text ("4GiB").
         compile: For `budget`: whether layers may be compiled.
         use_reentrant: Only false: reentrant checkpointing breaks activation offload and frozen inputs.
@@ -52,22 +47,7 @@ class CheckpointingConfig:
     use_reentrant: bool = False
 
     def __post_init__(self) -> None:
-        if self.policy is not None:
-            taken = _KEYS_OF[self.policy]
-            foreign = [key for key in self.given() if key not in ("policy", *taken)]
-            if foreign:
-                expected = f"with policy {self.policy} {' or '.join(taken) or 'no other key'}"
-                raise _bad(foreign[0], expected, f"{foreign[0]} as well", f"{foreign[0]}=null")
-        if self.policy == "budget" and self.budget is None:
-            raise _bad("budget", 'a share (0 to 1) or bytes such as "4GiB"', "nothing", "budget=0.5")
-        if self.every is not None and self.every < 1:
-            raise _bad("every", "1 or more", self.every, "every=2")
-        if isinstance(self.budget, str) and not _BYTES.fullmatch(self.budget):
-            raise _bad("budget", 'a share (0 to 1) or bytes such as "4GiB"', self.budget, "budget=0.5")
-        if isinstance(self.budget, int | float) and not 0 <= self.budget <= 1:
-            raise _bad("budget", "a share from 0 to 1", self.budget, "budget=0.5")
-        if self.use_reentrant:
-            raise _bad("use_reentrant", "false", "true", "use_reentrant=false")
+        read_policy(self.given() | {"use_reentrant": self.use_reentrant}, key="")
 
     def given(self) -> dict[str, Any]:
         """The keys that were set."""
@@ -245,16 +225,16 @@ class ShardingConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
     @classmethod
-    def parse(cls, block: Mapping[str, Any]) -> ShardingConfig:
+    def parse(cls, block: Mapping[str, Any] | None) -> ShardingConfig:
         """Builds the typed request from the plain `sharding` mapping.
 
         Args:
-            block: Nested dicts and lists, as `OmegaConf.to_container` gives them.
+            block: Nested dicts and lists, as `OmegaConf.to_container` gives them; None: nothing is asked for.
 
         Raises:
             ConfigError: A key is unknown or a value has the wrong type or range; the message names the right one.
         """
-        return _build(cls, block, "sharding")
+        return cls() if block is None else _build(cls, block, "sharding")
 
     def changed(self) -> dict[str, Any]:
         """`{dotted key: value}` of everything that differs from the defaults."""
@@ -288,12 +268,18 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     options = _options(hint)
     if value is False and "off" in options:
         value = "off"  # YAML 1.1 reads a bare `off` as false
+    if value is None and _is_block(options[0]):
+        return options[0]()  # null leaves verl alone, a whole block as well as a key
     for option in options:
-        if isinstance(option, type) and dataclasses.is_dataclass(option) and isinstance(value, Mapping):
+        if _is_block(option) and isinstance(value, Mapping):
             return _build(option, value, path)
         if _matches(option, value):
             return float(value) if option is float else value
-    raise _bad(path, " or ".join(dict.fromkeys(map(_spell, options))), value, f"{path}={_example(options)}")
+    raise _bad(path, " or ".join(dict.fromkeys(map(_spell, options))), value, f"{path}{_example(options)}")
+
+
+def _is_block(option: Any) -> bool:
+    return isinstance(option, type) and dataclasses.is_dataclass(option)
 
 
 def _options(hint: Any) -> list[Any]:
@@ -341,12 +327,16 @@ def _spell(option: Any) -> str:
 
 
 def _example(options: list[Any]) -> str:
+    """What may stand behind a key: a value with its `=`, or the first key of a block with one."""
+    if _is_block(options[0]):
+        first = dataclasses.fields(options[0])[0].name
+        return f".{first}{_example(_options(typing.get_type_hints(options[0])[first]))}"
     for option in options:
         if isinstance(option, str):
-            return option
+            return f"={option}"
     examples = {list: "[0]", bool: "true", int: "1", float: "0.5", str: "<text>"}
     plain = [typing.get_origin(option) or option for option in options]
-    return next((examples[option] for option in plain if option in examples), "null")
+    return "=" + next((examples[option] for option in plain if option in examples), "null")
 
 
 def _differences(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -58,6 +58,11 @@ _UNSET = ("engine.mixed_precision", _ATTENTION)
 """Keys whose default is null or absent: a value in the config is somebody's choice."""
 
 
+def is_sft(config: DictConfig) -> bool:
+    """Whether a composed config is that of `verl.trainer.sft_trainer`."""
+    return "actor_rollout_ref" not in config and {"model", "engine", "optim", "data"} <= set(map(str, config))
+
+
 def translate(request: ShardingConfig, current: Mapping[str, Any], num_ranks: int) -> list[KeyChange]:
     """verl's own keys for everything in the request that verl has a key for.
 
@@ -93,7 +98,7 @@ def cpu_changes(config: DictConfig, explicit: Mapping[str, str]) -> Iterator[Key
     Raises:
         ConfigError: The config asks for something that a CPU can't do.
     """
-    engine = _engine_of({f"engine.{name}": value for name, value in config.engine.items()})
+    engine = engine_name(config)
     if engine not in _FSDP or explicit.get("engine.strategy", "fsdp2") != "fsdp2":
         raise _not_on_cpu("engine.strategy", "fsdp2", engine, "engine=fsdp engine.strategy=fsdp2")
     attention = OmegaConf.select(config, _ATTENTION, default=None)
@@ -102,6 +107,11 @@ def cpu_changes(config: DictConfig, explicit: Mapping[str, str]) -> Iterator[Key
     for key, value in _ON_CPU.items():
         if key not in _UNSET or OmegaConf.select(config, key, default=None) is None:
             yield KeyChange(key=key, new=value, why="trainer.device=cpu", default=True)
+
+
+def engine_name(config: DictConfig) -> str:
+    """verl's name of the engine in a composed config."""
+    return _engine_of({f"engine.{name}": value for name, value in config.engine.items()})
 
 
 def _engine_of(current: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.changes import KeyChange
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, ENGINE_ROLES, MODEL_BLOCK, handled_keys
-from verl_ext_sharding.config.offload import offload_notes
+from verl_ext_sharding.config.micro_batches import accompanying_changes
 from verl_ext_sharding.config.reward_keys import acting_keys, reward_changes
 from verl_ext_sharding.config.rollout_limits import KEYS as ROLLOUT_LIMITS
 from verl_ext_sharding.config.rollout_limits import translate_limits
@@ -77,7 +77,7 @@ def translate(
     changes: list[KeyChange] = []
     for role in ("actor", "ref", "critic"):
         changes += role_changes(role, getattr(request.roles, role), facts)
-    offload_notes(request, facts, current, explicit)  # refuses contradictions; the driver tells the notes
+    changes += accompanying_changes(request, facts, current)
     _check_fused(request, current)
     changes += translate_limits(request.roles.rollout, current, context_length=None, explicit=explicit)
     changes += _servers(placement, facts)
@@ -124,7 +124,8 @@ def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[Key
         key = f"{engine}.optimizer_offload"
         between_phases = config.offload.optimizer is True  # "step" is ours, and leaves nothing for verl to move
         yield KeyChange(key=key, new=between_phases, why=f"{prefix}.offload.optimizer")
-    if getattr(config, "logits", None) is not None:  # ours take the place of verl's own fused kernels
+    # ours take the place of verl's own fused kernels; the key is the actor's too, and the reference's engine needs none
+    if role == "actor" and getattr(config, "logits", None) is not None:
         key = "actor_rollout_ref.model.use_fused_kernels"
         yield KeyChange(key=key, new=False, why=f"{prefix}.logits")
     if config.offload.activations is False and role != "ref":
@@ -204,11 +205,20 @@ def refuse_unsupported(request: ShardingConfig, handled: set[str]) -> None:
             continue
         raise ConfigError(
             key,
-            expected="null in this version: nothing acts on this key yet",
+            expected=f"{_without_effect(key)} in this version: nothing acts on this key yet",
             found=str(value),
             consequence="the run does not start, since the request would be skipped",
             remedy=f"remove {key}",
         )
+
+
+def _without_effect(key: str) -> str:
+    """The values of a key that ask for nothing, as a user writes them."""
+    value: Any = ShardingConfig()
+    for name in key.split(".")[1:]:
+        value = getattr(value, name)
+    default = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{default}, the default, or off" if key == "sharding.fit" else default
 
 
 def _is_default_effect(key: str, value: Any) -> bool:
@@ -270,7 +280,7 @@ def _not_fsdp(role: str, strategy: str) -> ConfigError:
         expected="strategy fsdp or fsdp2 for memory settings",
         found=f"strategy {strategy}; only devices can be set for it",
         consequence="the run does not start",
-        remedy=f"set verl's own keys of {strategy}, or {role} strategy=fsdp2",
+        remedy=f"set verl's own keys of {strategy}, or model_engine=dp (FSDP)",
     )
 
 
@@ -280,9 +290,8 @@ def request_of(config: DictConfig) -> ShardingConfig:
     Raises:
         ConfigError: Unknown key or wrong value.
     """
-    block = OmegaConf.to_container(config.get("sharding", OmegaConf.create({})), resolve=True)
-    assert isinstance(block, dict)
-    return ShardingConfig.parse(block)
+    block = config.get("sharding")
+    return ShardingConfig.parse(OmegaConf.to_container(block, resolve=True) if OmegaConf.is_config(block) else block)
 
 
 def values_of(config: DictConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from verl.plugin.platform import get_platform
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.device import get_device_id
-from verl.utils.fs import copy_to_local, is_non_local
+from verl.utils.fs import copy_to_local, exists, is_non_local
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx, offload_fsdp_model_to_cpu
 
 from verl_ext_sharding.config.measures import RoleMeasures
@@ -109,7 +109,7 @@ class HostCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc, unused
         states, every rank then goes on with those of the first.
 
         Raises:
-            ConfigError: Files are missing, or of FSDP1 and of another number of ranks.
+            ConfigError: Files are missing, or of another number of ranks and of FSDP1 or in a remote folder.
         """
         if local_path is None:
             return
@@ -146,6 +146,8 @@ class HostCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc, unused
     def _read(self, folder: str, kind: str, files: list[str]) -> dict[str, Any]:
         """What this rank needs of one kind; the files that were read are added to `files`."""
         own = os.path.join(folder, f"{kind}_world_size_{self.world_size}_rank_{self.rank}.pt")
+        if is_non_local(folder) and not exists(own):
+            raise _remote_of_other_ranks(folder, own)
         if is_non_local(folder) or os.path.exists(own):
             files.append(copy_to_local(own))
             saved = load_on_host(files[-1])
@@ -207,6 +209,17 @@ def _fsdp1_of_other_ranks(folder: str, kind: str, saved_by: int, world_size: int
         found=f"files of {saved_by} ranks",
         consequence="the run stops",
         remedy="strategy=fsdp2 for this role reads files of FSDP2 whatever their number; or resume on as many devices",
+    )
+
+
+def _remote_of_other_ranks(folder: str, own: str) -> ConfigError:
+    return ConfigError(
+        f"checkpoint {folder}",
+        expected=f"{os.path.basename(own)}: of a remote folder, each rank reads the file of its own number",
+        found="no such file, so that another number of ranks has saved it, or none",
+        consequence="the run stops",
+        remedy="copy the checkpoint to a folder that all nodes see, where it is cut anew for other ranks, and set "
+        "trainer.resume_mode=resume_path trainer.resume_from_path=<folder>/global_step_<n>",
     )
 
 

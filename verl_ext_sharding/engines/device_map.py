@@ -22,8 +22,9 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from verl_ext_sharding.config.measures import LayerSpread
 from verl_ext_sharding.engines.measured import MeasuredEngineMixin
+from verl_ext_sharding.engines.merged_weights import merge_obstacle, merged_weights
 from verl_ext_sharding.engines.meta_models import meta_model
-from verl_ext_sharding.engines.optimizer_states import Where
+from verl_ext_sharding.engines.optimizer_states import Where, move_states
 from verl_ext_sharding.errors import ConfigError, PlacementError
 from verl_ext_sharding.placement.device_map import HOST, LayerMap, LayerRow, Place, rows
 from verl_ext_sharding.training import alignment, compute_dtype, gradient_norm
@@ -36,6 +37,9 @@ _GROWTH_INTERVAL = 400
 
 _STATES = 2
 """Tensors that AdamW keeps for each parameter, in the parameter's dtype."""
+
+
+_UNMERGED = "actor_rollout_ref.model.lora.merge=False, or {key}.layout=fsdp"
 
 
 class DeviceMapEngineMixin(MeasuredEngineMixin):
@@ -96,7 +100,7 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
         yield (
             "lora.merge with target_parameters",
             bool(model.lora.get("merge", False)) and bool(model.get("target_parameters", None)),
-            f"{key}.layout=fsdp, or lora.merge=False",
+            _UNMERGED.format(key=key),
         )
 
     # Building
@@ -106,6 +110,19 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
         module: nn.Module = super()._build_module()
         self.homes = {name: self.device_of(place) for name, place in self.layer_map.tensors.items()}
         _move(module, self.homes)
+        return module
+
+    def _build_lora_module(self, module: nn.Module) -> nn.Module:
+        """As verl's; what an adapter of the user's holds is known now, and not merged for the first time in a weight sync."""
+        module = super()._build_lora_module(module)  # type: ignore[misc]
+        if self.model_config.lora.get("merge", False) and (obstacle := merge_obstacle(module)):
+            raise ConfigError(
+                f"sharding.roles.{self.role}.layout=device_map with lora.merge",
+                expected="adapters that can be merged into the weights",
+                found=obstacle,
+                consequence="the run stops before training",
+                remedy=_UNMERGED.format(key=f"sharding.roles.{self.role}"),
+            )
         return module
 
     def _plan_layers(self) -> LayerMap:
@@ -207,11 +224,7 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
         if model:
             _move(self.module, {name: host or home for name, home in self.homes.items()}, grad=grad)
         if optimizer and self.optimizer is not None:
-            homes = {id(parameter): home for parameter, home in self._parameter_homes()}
-            for group in self.optimizer.param_groups:
-                counts_on_device = bool(group.get("fused") or group.get("capturable"))
-                for parameter in group["params"]:
-                    _move_states(self.optimizer, parameter, host or homes[id(parameter)], counts_on_device)
+            move_states(self.optimizer, host or self._step_device(), counters=True)
         for used in set(self.devices):  # the host may be read as soon as this returns
             if used.type != "cpu":
                 torch.get_device_module(used.type).synchronize(used)
@@ -281,21 +294,11 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
             yield name, value.detach().to(device, non_blocking=True)
 
     def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Base weights with the adapters added, one at a time; the model itself is not changed."""
-        from peft.tuners.lora import LoraLayer
-
-        layers = {
-            f"{name}.base_layer.weight": layer
-            for name, layer in self.module.named_modules()
-            if isinstance(layer, LoraLayer)
-        }
-        for name, value in self.module.state_dict().items():
-            layer = layers.get(name)
-            with torch.no_grad():
-                for adapter in layer.active_adapters if layer is not None else ():
-                    value = value + layer.get_delta_weight(adapter).to(value)  # type: ignore[union-attr]
-            merged = convert_weight_keys(normalize_peft_param_name({name: value}), self.module)
-            yield from self._on_first_device(merged)
+        """Weights with the adapters merged, a layer at a time; the model itself is not changed."""
+        device = get_device_id()
+        for name, value in merged_weights(self.module):
+            # a copy that is there when the layer goes back to what it was
+            yield from convert_weight_keys({name: value.to(device, copy=True)}, self.module).items()
 
 
 def _devices(count: int) -> tuple[torch.device, ...]:
@@ -348,16 +351,6 @@ def _move(module: nn.Module, homes: dict[str, torch.device], *, grad: bool = Fal
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[name] = _sent(buffer, homes[f"{prefix}.{name}".lstrip(".")])
-
-
-def _move_states(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, device: torch.device, counts_on_device: bool
-) -> None:
-    """Moves one parameter's states; step counters only of optimizers that count on the device."""
-    states = optimizer.state.get(parameter, {})
-    for name, value in states.items():
-        if isinstance(value, torch.Tensor) and (value.dim() > 0 or counts_on_device):
-            states[name] = _sent(value, device)
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

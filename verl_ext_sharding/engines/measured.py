@@ -91,7 +91,7 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin):
 
     def _apply_measures(self, module: torch.nn.Module) -> None:
         """Checkpointing and activation offload, of a model that is not sharded yet."""
-        policy = parse_policy(self.measures.checkpointing)
+        policy = parse_policy(self.measures.checkpointing, role=self.role)
         if policy is not None:
             policy.apply(module, device_type=self._layers_device_type())
         if self._offloads_activations():
@@ -146,6 +146,9 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin):
         """verl's engine has compiled what it found in the module: for some roles of the process that is not theirs."""
         if self.measures.logits not in (None, "full"):
             self.compute_entropy_from_logits = partial(logprobs.entropy_from_logits, compiled=self._compiles_logits())
+            # Ours keeps no more than the logits, as does a checkpoint around it, which would recompute verl's: the backward
+            # pass is outside of `logits_path`.
+            object.__setattr__(self.engine_config, "entropy_checkpointing", False)
         elif (
             verl_F.entropy_from_logits is ENTROPY.replacement
             and not self.engine_config.entropy_from_logits_with_chunking
@@ -161,6 +164,8 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin):
         if choice.name == "fused":
             lm_head.apply(module, compiled=self._compiles_logits())
             self._set_fused(True)
+        else:
+            lm_head.keep_forward(module)
         self.applied["log-probs"] = f"{choice.name} ({choice.reason})"
 
     def _compiles_logits(self) -> bool | None:

@@ -38,7 +38,7 @@ def load_optimizer(
     plain = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
     if not plain or "param_groups" not in saved:
         optimizer.load_state_dict(saved)  # the optimizer's own way, which may know more formats
-        _move_states(optimizer, state_device)
+        move_states(optimizer, state_device, copy=True)
         return
     fill = functools.partial(_fill, saved=saved, step_device=step_device, state_device=state_device)
     handle = optimizer.register_load_state_dict_post_hook(fill, prepend=True)  # before the hook of our offload
@@ -87,9 +87,21 @@ def device_of(where: Where, parameter: torch.Tensor) -> torch.device:
     return where if isinstance(where, torch.device) else where(parameter)
 
 
-def _move_states(optimizer: torch.optim.Optimizer, where: Where) -> None:
-    for parameter, states in optimizer.state.items():
-        device = device_of(where, parameter)
-        for name, value in states.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                states[name] = value.to(device, copy=value.device.type == "cpu")
+def move_states(optimizer: torch.optim.Optimizer, where: Where, *, counters: bool = False, copy: bool = False) -> None:
+    """Moves states to a device.
+
+    Args:
+        optimizer: The optimizer.
+        where: For all parameters, or for each.
+        counters: Step counters too, of optimizers that count where they step (`fused`, `capturable`).
+        copy: States that are on the host get memory of their own, and all are there on return; otherwise the devices may
+            still be copying.
+    """
+    for group in optimizer.param_groups:
+        with_counters = counters and bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            states, device = optimizer.state.get(parameter, {}), device_of(where, parameter)
+            for name, value in states.items():
+                if isinstance(value, torch.Tensor) and (value.dim() > 0 or with_counters):
+                    own = copy and value.device.type == "cpu"
+                    states[name] = value.to(device, non_blocking=not copy, copy=own)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from verl_ext_sharding.errors import PlacementError
-from verl_ext_sharding.placement.devices import Topology, format_devices, parse_devices, split_optional
+from verl_ext_sharding.placement.devices import Topology, format_devices, parse_devices
 from verl_ext_sharding.placement.job import SERVED_ROLES, TRAINED_ROLES, JobFacts
+from verl_ext_sharding.placement.roles import asked, check_exist, check_reference, check_rollout, named_nodes
 
 Layout = Literal["fsdp", "device_map"]
 
@@ -58,14 +59,14 @@ class Placement:
         pools: Groups of worker processes, trained roles first.
         managed: False when neither devices nor another count of CPUs is asked for: verl then makes its own pool.
         colocate_count: CPUs of each bundle; a worker takes `1 / colocate_count` of the device in Ray's books.
-        reserved: `{role: devices}` of pools that verl itself reserves elsewhere in the cluster.
+        reserved: `{role: devices of each placement group}` of pools that verl itself reserves elsewhere in the cluster.
     """
 
     topology: Topology
     pools: tuple[Pool, ...]
     managed: bool
     colocate_count: int = DEFAULT_COLOCATE_COUNT
-    reserved: Mapping[str, int]
+    reserved: Mapping[str, tuple[int, ...]]
 
     def pool_of(self, role: str) -> Pool | None:
         """The pool that a role runs in, or None when the job has no such role."""
@@ -97,6 +98,12 @@ class Placement:
         return tuple(sorted({device for pool in self.pools for device in pool.devices}))
 
     @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Devices of each placement group of the job; all of a group are on one node."""
+        own = (size for sizes in self.reserved.values() for size in sizes)
+        return (*[self.topology.devices_per_node] * self.topology.num_nodes, *own)
+
+    @property
     def most_processes(self) -> int:
         """The most worker processes that meet on one device."""
         return _most_shared(self.pools)[1]
@@ -113,6 +120,22 @@ class Placement:
         """Whether each node that takes part has the same number of them."""
         return len({len(numbers) for numbers in self.per_node(devices)}) == 1
 
+    def nearest(self, devices: tuple[int, ...], fits: Callable[[Sequence[int]], bool]) -> tuple[int, ...] | None:
+        """The devices of the job that fit, as near as possible to given ones in number; of two as near, the larger.
+
+        Args:
+            devices: The present ones; kept as far as they go.
+            fits: Whether numbers of devices per node do.
+        """
+        order = [*devices, *(device for device in range(self.topology.num_devices) if device not in devices)]
+        for count in sorted(range(1, len(order) + 1), key=lambda count: (abs(count - len(devices)), -count)):
+            even = [device for device in order if self.topology.local(device) < count // self.topology.num_nodes]
+            for chosen in (order[:count], even):
+                candidate = tuple(sorted(chosen))
+                if len(candidate) == count and fits([len(numbers) for numbers in self.per_node(candidate)]):
+                    return candidate
+        return None
+
     def to_json(self) -> str:
         """JSON for Ray's runtime environment."""
         return json.dumps(asdict(self), sort_keys=True)
@@ -123,7 +146,9 @@ class Placement:
         fields = json.loads(text)
         topology = fields.pop("topology")
         pools = fields.pop("pools")
+        reserved = {role: tuple(groups) for role, groups in fields.pop("reserved").items()}
         return cls(
+            reserved=reserved,
             topology=Topology(**topology | {"node_names": tuple(topology["node_names"])}),
             pools=tuple(Pool(**p | {"roles": tuple(p["roles"]), "devices": tuple(p["devices"])}) for p in pools),
             **fields,
@@ -197,20 +222,28 @@ def place(
         facts: The job.
         layouts: `{role: layout}` of trained roles whose layout is not "fsdp".
         colocate_count: `sharding.placement.max_colocate_count`.
-        node_names: Addresses in verl's order, when known.
+        node_names: Addresses of the job's nodes in verl's order, once Ray runs. Before, a map's own addresses count in
+            that order, from node 0 on.
 
     Raises:
         PlacementError: A list is unreadable, names a device that doesn't exist, or belongs to a role that the job has not,
             or the devices of one process lie on several nodes.
     """
-    topology = Topology(num_nodes=facts.num_nodes, devices_per_node=facts.devices_per_node, node_names=node_names)
-    asked = dict(_asked(devices, facts))
-    parsed = {role: parse_devices(spec, topology, key=f"sharding.roles.{role}.devices") for role, spec in asked.items()}
-    _check_roles_exist(parsed, facts)
+    topology = Topology(
+        num_nodes=facts.num_nodes,
+        devices_per_node=facts.devices_per_node,
+        node_names=node_names or named_nodes(devices, facts),
+    )
+    parsed = {}
+    for role, spec, counts in asked(devices, facts):
+        numbers = parse_devices(spec, topology, key=f"sharding.roles.{role}.devices")  # a wrong one is wrong in any job
+        if counts:
+            parsed[role] = numbers
+    check_exist(parsed, facts)
     everything = tuple(range(topology.num_devices))
     actor = parsed.get("actor", everything)
-    _check_reference(parsed, actor, facts)
-    _check_rollout(parsed, actor, facts)
+    check_reference(parsed, actor, facts)
+    check_rollout(parsed, actor, facts)
 
     chosen: dict[str, tuple[int, ...]] = {"actor": actor}
     if "ref" in facts.engines and not facts.ref_in_actor:
@@ -224,27 +257,16 @@ def place(
     for pool in pools:
         _check_one_node(pool, topology)
     for role in SERVED_ROLES:
-        if role in parsed or (role == "reward" and facts.reward is not None and not facts.reward.own_devices):
+        if role in parsed or (role == "reward" and facts.reward is not None and facts.reward.own_nodes is None):
             pools.append(Pool(name=f"{role}_pool", roles=(role,), devices=parsed.get(role, everything)))
     count = _colocate_count(pools, colocate_count)
     return Placement(
         topology=topology,
         pools=tuple(pools),
-        managed=bool(asked) or count != DEFAULT_COLOCATE_COUNT or any(pool.layout != "fsdp" for pool in pools),
+        managed=bool(parsed) or count != DEFAULT_COLOCATE_COUNT or any(pool.layout != "fsdp" for pool in pools),
         colocate_count=count,
         reserved=_reserved(parsed, facts),
     )
-
-
-def _asked(devices: Mapping[str, Any], facts: JobFacts) -> Iterator[tuple[str, Any]]:
-    """The lists that count: those that are set, without the optional ones of roles that the job has not."""
-    absent = {role for role, present in _present(facts).items() if not present}
-    if facts.ref_in_actor:
-        absent.add("ref")
-    for role, spec in devices.items():
-        plain, optional = split_optional(spec)
-        if plain is not None and not (optional and role in absent):
-            yield role, plain
 
 
 def _group(chosen: Mapping[str, tuple[int, ...]], layouts: Mapping[str, Layout]) -> list[Pool]:
@@ -293,72 +315,17 @@ def _colocate_count(pools: list[Pool], asked: int | None) -> int:
     return asked or max(DEFAULT_COLOCATE_COUNT, most)
 
 
-def _reserved(parsed: Mapping[str, Any], facts: JobFacts) -> dict[str, int]:
-    return {
-        role: server.own_devices for role, server in facts.servers.items() if server.own_devices and role not in parsed
-    }
+def _reserved(parsed: Mapping[str, Any], facts: JobFacts) -> dict[str, tuple[int, ...]]:
+    """Placement groups of verl's own pools: one for each node of a pool, and for rollout one for each node of a server.
 
-
-def _present(facts: JobFacts) -> dict[str, bool]:
-    """Whether the job has each of the roles that not every job has."""
-    return {
-        "critic": "critic" in facts.engines,
-        "ref": "ref" in facts.engines,
-        "reward": facts.reward is not None,
-        "teacher": facts.teacher is not None,
-    }
-
-
-def _check_roles_exist(parsed: Mapping[str, tuple[int, ...]], facts: JobFacts) -> None:
-    how = {
-        "critic": "algorithm.adv_estimator=gae or critic.enable=True",
-        "ref": "actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
-        "reward": "reward.reward_model.enable=True",
-        "teacher": "distillation.enabled=True",
-    }
-    for role, exists in _present(facts).items():
-        if role in parsed and not exists:
-            raise PlacementError(
-                f"sharding.roles.{role}.devices",
-                expected=f"a job that has a {role}",
-                found=f"devices {format_devices(parsed[role])} for a {role} that this job does not use",
-                consequence="the run does not start",
-                remedy=f"sharding.roles.{role}.devices=null, or switch the {role} on with {how[role]}",
-            )
-
-
-def _check_reference(parsed: Mapping[str, tuple[int, ...]], actor: tuple[int, ...], facts: JobFacts) -> None:
-    if "ref" in parsed and facts.ref_in_actor and parsed["ref"] != actor:
-        raise PlacementError(
-            "sharding.roles.ref.devices",
-            expected=f"the actor's devices {format_devices(actor)}: with LoRA the reference is the actor without its adapter",
-            found=format_devices(parsed["ref"]),
-            consequence="the run does not start",
-            remedy="sharding.roles.ref.devices=null",
-        )
-
-
-def _check_rollout(parsed: Mapping[str, tuple[int, ...]], actor: tuple[int, ...], facts: JobFacts) -> None:
-    if "rollout" not in parsed or (
-        facts.hybrid_rollout and not facts.rollout.own_devices and parsed["rollout"] == actor
-    ):
-        return
-    if facts.mode == "separate_async":
-        reason = (
-            f"null: in separate_async verl reserves {facts.rollout.own_devices} devices of its own for rollout "
-            "(actor_rollout_ref.rollout.nnodes x n_gpus_per_node), and Ray picks them"
-        )
-        remedy = "sharding.roles.rollout.devices=null"
-    else:
-        reason = f"the actor's devices {format_devices(actor)}: in {facts.mode} mode verl serves rollout where the actor trains"
-        remedy = (
-            f"sharding.roles.rollout.devices=null, or sharding.roles.actor.devices={format_devices(parsed['rollout'])}, "
-            "or trainer.v1.trainer_mode=separate_async for a pool of its own"
-        )
-    raise PlacementError(
-        "sharding.roles.rollout.devices",
-        expected=reason,
-        found=format_devices(parsed["rollout"]),
-        consequence="the run does not start",
-        remedy=remedy,
-    )
+    From `RolloutReplica.init_standalone` (workers/rollout/replica.py); what is left of rollout's devices stays free.
+    """
+    groups = {}
+    for role, server in facts.servers.items():
+        own = server.own_nodes
+        if not own or role in parsed:
+            continue
+        size = server.ranks_per_replica
+        part = min(own[0], size)
+        groups[role] = own if role != "rollout" else (part,) * (sum(own) // size * (size // part))
+    return groups

@@ -7,7 +7,7 @@ so on, with `trainer.n_gpus_per_node` devices on each. A per-node map uses the n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ WORDS = ("all", "first_half", "second_half")
 
 _OPTIONAL = "?"
 
-_RANGE = re.compile(r"(\d+)\s*-\s*(\d+)")
+_RANGE = re.compile(r"(?:(?:cuda|gpu|npu)\s*:\s*)?(\d+)\s*-\s*(\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"(?:(?:cuda|gpu|npu)\s*:\s*)?(\d+)", re.IGNORECASE)
+_LIST = re.compile(r"\[(.*)\]")
 _NODE = re.compile(r"node(\d+)")
 
 
@@ -29,7 +30,8 @@ class Topology:
     Args:
         num_nodes: `trainer.nnodes`, 1 or more.
         devices_per_node: `trainer.n_gpus_per_node`, 1 or more, the same on each node as verl wants it.
-        node_names: Addresses or host names in verl's order, when known; a per-node map may use them.
+        node_names: Addresses of its nodes in verl's order, where a per-node map uses them. Ray's, once it runs; before, those
+            that the maps name, in the same order.
     """
 
     num_nodes: int
@@ -59,7 +61,8 @@ def parse_devices(spec: Any, topology: Topology, *, key: str) -> tuple[int, ...]
     """Turns a device list into ascending device numbers.
 
     Args:
-        spec: `[2, 3]`, `2`, `"2-3"`, `"0,2-3"`, `"cuda:2"`, one of `WORDS`, or `{node0: [0, 1], node1: "0-1"}`.
+        spec: `[2, 3]`, `2`, `"2-3"`, `"0,2-3"`, `"cuda:2"`, `"cuda:2-3"`, one of `WORDS`, or
+            `{node0: [0, 1], node1: "0-1"}`. A list may be text too: `"[2, 3]"`, as a quoted override is.
         topology: The devices that there are.
         key: The user's key, for messages (`sharding.roles.critic.devices`).
 
@@ -78,6 +81,26 @@ def parse_devices(spec: Any, topology: Topology, *, key: str) -> tuple[int, ...]
         unique = format_devices(sorted(set(numbers)))
         raise _error(key, "each device once", f"device {_join(repeated)} more than once in {spec}", f"{key}={unique}")
     return tuple(sorted(numbers))
+
+
+def addresses(specs: Iterable[Any]) -> tuple[str, ...]:
+    """The addresses by which per-node maps name nodes, in verl's order of nodes: that of the addresses as text.
+
+    Args:
+        specs: Device lists as written.
+    """
+    names = {str(name) for spec in specs if isinstance(spec, Mapping) for name in spec}
+    return tuple(sorted(name for name in names if _is_address(name)))
+
+
+def _is_address(name: str) -> bool:
+    import ipaddress  # every worker reads this module when verl is imported, and none of them needs it
+
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def split_optional(spec: Any) -> tuple[Any, bool]:
@@ -109,7 +132,11 @@ def _flatten(spec: Any, num_devices: int, key: str) -> list[int]:
     if isinstance(spec, int):
         return [spec]
     if isinstance(spec, str):
-        return [number for part in spec.split(",") for number in _from_text(part.strip(), num_devices, key)]
+        inner = _LIST.fullmatch(spec.strip())
+        if inner and not inner[1].strip():
+            return []
+        parts = (inner[1] if inner else spec).split(",")
+        return [number for part in parts for number in _from_text(part.strip(), num_devices, key)]
     if isinstance(spec, Sequence):
         return [number for item in spec for number in _flatten(item, num_devices, key)]
     raise _unreadable(spec, key)
@@ -149,6 +176,7 @@ def _from_map(spec: Mapping[Any, Any], topology: Topology, key: str) -> list[int
 
 def _node_index(name: str, topology: Topology, key: str) -> int:
     known = [f"node{i}" for i in range(topology.num_nodes)]
+    named = topology.node_names or ("a node's address",)
     match = _NODE.fullmatch(name)
     if match and int(match[1]) < topology.num_nodes:
         return int(match[1])
@@ -156,7 +184,7 @@ def _node_index(name: str, topology: Topology, key: str) -> int:
         return topology.node_names.index(name)
     raise _error(
         key,
-        f"one of {', '.join([*known, *topology.node_names])}",
+        f"one of {', '.join([*known, *named])}",
         name,
         f"trainer.nnodes={topology.num_nodes} has {known[0]} to {known[-1]}, in the order of their addresses",
     )

@@ -19,11 +19,13 @@ class MicroBatch:
         key: verl's key.
         samples: Samples of one rank that go through at once.
         of_step: Whether it divides a whole step's samples (log-probs), else a mini-batch's (training).
+        override: What to type before the `=` to change it; empty: `key`.
     """
 
     key: str
     samples: int
     of_step: bool
+    override: str = ""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -36,6 +38,9 @@ class EngineFacts:
         mini_batch_size: Prompts of one optimizer step, None for a role that doesn't train.
         micro_batches: Fixed micro-batches; none with token budgets (`use_dynamic_bsz`).
         worker_class: Name of verl's worker class.
+        dynamic_batches: `use_dynamic_bsz` of the role's block: verl then compares no batch sizes at launch.
+        sequence_parallel_size: The part of `model_parallel_size` by which a token budget grows.
+        sequence_parallel_keys: verl's keys that set it, all of them to the same number.
     """
 
     strategy: str
@@ -43,6 +48,9 @@ class EngineFacts:
     mini_batch_size: int | None = None
     micro_batches: tuple[MicroBatch, ...] = ()
     worker_class: str = "TrainingWorker"
+    dynamic_batches: bool = False
+    sequence_parallel_size: int = 1
+    sequence_parallel_keys: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -52,14 +60,25 @@ class ServerFacts:
     Args:
         name: Backend, such as "vllm" or "hf".
         ranks_per_replica: Devices of one server (tensor x data x pipeline).
-        own_devices: Devices of a pool that verl reserves outside the trainer's (0: none).
+        own_nodes: Devices on each node of a pool that verl reserves outside the trainer's; empty where its size is 0, None
+            where there is no such pool.
         tensor_parallel_size: Its tensor-parallel part, None when that is all of it.
+        block: verl's block with its parallel sizes; empty: the role's usual one.
+        replicas: Ranks of each server in verl's order, where their number is set (several teachers); None: as many servers
+            as fit.
     """
 
     name: str
     ranks_per_replica: int = 1
-    own_devices: int = 0
+    own_nodes: tuple[int, ...] | None = None
     tensor_parallel_size: int | None = None
+    block: str = ""
+    replicas: tuple[int, ...] | None = None
+
+    @property
+    def own_devices(self) -> int:
+        """Devices of the pool that verl reserves outside the trainer's, 0 without one."""
+        return sum(self.own_nodes or ())
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -79,6 +98,9 @@ class JobFacts:
         train_batch_size: Prompts of one step.
         rollout_n: Responses of one prompt.
         parameter_sync_step: Updates of one step; each takes `train_batch_size / parameter_sync_step` prompts.
+        critic_warmup: `trainer.critic_warmup`: the actor is not trained before this step.
+        actor_log_probs: The actor's engine computes log-probs of what was generated (not with rollout correction in
+            bypass mode, unless the actor is the reference too).
         transfer_queue_units: Processes of TransferQueue that each hold a CPU, the controller included.
     """
 
@@ -94,6 +116,8 @@ class JobFacts:
     train_batch_size: int = 1
     rollout_n: int = 1
     parameter_sync_step: int = 1
+    critic_warmup: int = 0
+    actor_log_probs: bool = True
     transfer_queue_units: int = 0
 
     @property

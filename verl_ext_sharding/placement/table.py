@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from verl_ext_sharding.placement.bundles import Placement, Pool
 from verl_ext_sharding.placement.devices import format_devices
 from verl_ext_sharding.placement.job import JobFacts
+
+_DETACHED = {"ActorRolloutRefWorker": "DetachActorWorker"}
+"""What separate_async puts in the place of a worker class (trainer/ppo/v1/trainer_separate_async.py)."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -52,8 +56,8 @@ def placement_table(placement: Placement, facts: JobFacts) -> PlacementTable:
     actor = placement.pool_of("actor")
     if actor is not None and facts.hybrid_rollout:
         rows.insert(1, _row("rollout", actor, placement, facts))
-    for role, count in placement.reserved.items():
-        rows.append(_reserved_row(role, count, facts))
+    for role, groups in placement.reserved.items():
+        rows.append(_reserved_row(role, groups, facts))
     return PlacementTable(rows=tuple(rows), notes=tuple(_notes(placement, facts)))
 
 
@@ -70,7 +74,8 @@ def _row(role: str, pool: Pool, placement: Placement, facts: JobFacts) -> RoleRo
     )
 
 
-def _reserved_row(role: str, count: int, facts: JobFacts) -> RoleRow:
+def _reserved_row(role: str, groups: tuple[int, ...], facts: JobFacts) -> RoleRow:
+    count, on_each = sum(groups), f" ({len(groups)} x {groups[0]})" if len(groups) > 1 else ""
     return RoleRow(
         role=role,
         worker_class=_worker_class(role, facts),
@@ -78,13 +83,14 @@ def _reserved_row(role: str, count: int, facts: JobFacts) -> RoleRow:
         devices=(),
         ranks=_ranks(role, count, facts),
         nodes=(),
-        shares=f"none: verl reserves {count} devices of its own",
+        shares=f"none: verl reserves {count} devices of its own{on_each}",
     )
 
 
 def _worker_class(role: str, facts: JobFacts) -> str:
     if role in facts.engines:
-        return facts.engines[role].worker_class
+        worker = facts.engines[role].worker_class
+        return _DETACHED.get(worker, worker) if facts.mode == "separate_async" else worker
     if role == "rollout":
         return "rollout server"
     server = facts.servers.get(role)
@@ -103,10 +109,13 @@ def _ranks(role: str, count: int, facts: JobFacts) -> str:
     if role in facts.engines:
         parallel = facts.engines[role].model_parallel_size
         return f"{count // parallel} dp" + (f" x {parallel} mp" if parallel > 1 else "")
-    server = facts.servers.get(role)
-    size = server.ranks_per_replica if server else 1
-    replicas = count // size
-    return f"{replicas} server{'s' if replicas != 1 else ''} x {size}"
+    server = facts.servers[role]
+    size = server.ranks_per_replica
+    sizes = (size,) * (count // size) if server.replicas is None else server.replicas
+    return ", ".join(
+        f"{number} server{'s' if number != 1 else ''} x {size}"
+        for size, number in (Counter(sizes) or {size: 0}).items()
+    )
 
 
 def _spread(role: str, pool: Pool) -> str:
@@ -141,13 +150,39 @@ def _notes(placement: Placement, facts: JobFacts) -> Iterator[str]:
     idle = [device for device in range(topology.num_devices) if device not in placement.used]
     if idle and placement.managed:
         yield f"no role uses device{'s' if len(idle) > 1 else ''} {format_devices(idle)}"
-    reference = placement.pool_of("ref")
-    if reference is not None and "actor" in reference.roles:
-        yield (
-            "ref shares the actor's processes (verl's default): its weights stay in host memory and come to the device "
-            "for each batch; sharding.roles.ref.devices=[...] moves it away"
-        )
+    yield from _own_pools(placement, facts)
+    yield from _addresses(placement)
+    yield from _reference(placement, facts)
     yield from _processes_per_device(placement)
+
+
+def _own_pools(placement: Placement, facts: JobFacts) -> Iterator[str]:
+    for role, groups in placement.reserved.items():
+        left = facts.servers[role].own_devices - sum(groups)
+        if left > 0:
+            size = facts.servers[role].ranks_per_replica
+            yield f"verl leaves {left} of the {left + sum(groups)} devices of {role}'s pool alone: a server takes {size}"
+
+
+def _addresses(placement: Placement) -> Iterator[str]:
+    names = placement.topology.node_names
+    if not names:
+        return
+    numbers = ", ".join(f"{name} is node{index}" for index, name in enumerate(names))
+    if len(names) < placement.topology.num_nodes:
+        yield f"{numbers} here; which number a node has is known once Ray runs and says its other nodes' addresses"
+    else:
+        yield f"{numbers}: in the order of their addresses"
+
+
+def _reference(placement: Placement, facts: JobFacts) -> Iterator[str]:
+    pool = placement.pool_of("ref")
+    if pool is None or "actor" not in pool.roles:
+        return
+    # verl's FSDP engines offload what never trains, whatever param_offload says; others have their own keys for it
+    offloaded = facts.engines["ref"].strategy in ("fsdp", "fsdp2") and pool.layout == "fsdp"
+    where = ": its weights stay in host memory and come to the device for each batch" if offloaded else ""
+    yield f"ref shares the actor's processes (verl's default){where}; sharding.roles.ref.devices=[...] moves it away"
 
 
 def _processes_per_device(placement: Placement) -> Iterator[str]:

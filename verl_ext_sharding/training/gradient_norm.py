@@ -19,9 +19,11 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
         max_norm: Above 0.
 
     Returns:
-        The norm before clipping; inf or nan if an element is.
+        The norm before clipping; inf or nan if an element is, 0 without any gradient.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    if not parameters:
+        return 0.0
     total = torch.linalg.vector_norm(torch.stack([_norm(parameter) for parameter in parameters]))
     if torch.isfinite(total):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total.float())

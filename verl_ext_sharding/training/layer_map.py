@@ -54,12 +54,10 @@ class DeviceNeeds:
             balanced and not checked.
         extra_bytes_per_parameter: What a trained parameter needs besides its stored value, 0 or more. fp32 gradients and
             AdamW: 4 + 8.
-        working_bytes: What a module needs besides its tensors while it runs, by path: `{"lm_head": logits}`.
     """
 
     memory_bytes: tuple[int, ...] | None = None
     extra_bytes_per_parameter: float = 0.0
-    working_bytes: Mapping[str, int] | None = None
 
     def of(self, names: Sequence[str], layout: ModelLayout) -> int:
         """Bytes that tensors need on their device; tied ones count under their first name."""
@@ -68,14 +66,6 @@ class DeviceNeeds:
             math.ceil(tensor.num_elements * self.extra_bytes_per_parameter) for tensor in tensors if tensor.trained
         ]
         return sum(tensor.num_bytes for tensor in tensors) + sum(trained)
-
-    def of_work(self, modules: Sequence[str]) -> int:
-        """Working bytes of modules and of what is below them."""
-        return sum(
-            num_bytes
-            for path, num_bytes in (self.working_bytes or {}).items()
-            if any(path == module or path.startswith(f"{module}.") for module in modules)
-        )
 
 
 def plan_layers(
@@ -185,7 +175,7 @@ def infer(
     """
     needs = needs or DeviceNeeds()
     groups = _groups(layout)
-    costs = [needs.of(names, layout) + needs.of_work(modules) for modules, names in groups]
+    costs = [needs.of(names, layout) for _, names in groups]
     used = min(num_devices, len(groups))
     memory = needs.memory_bytes[:used] if needs.memory_bytes is not None else None
     if mode == "sequential":
@@ -391,8 +381,7 @@ def _check_room(layer_map: LayerMap, layout: ModelLayout, needs: DeviceNeeds) ->
     loads = []
     for device in range(layer_map.num_devices):
         names = [name for name, place in layer_map.tensors.items() if place == device]
-        modules = [module for module, place in layer_map.modules.items() if place == device]
-        loads.append(needs.of(names, layout) + needs.of_work(modules))
+        loads.append(needs.of(names, layout))
     if all(load <= size for load, size in zip(loads, memory, strict=True)):
         return
     numbers = layer_map.device_numbers or range(layer_map.num_devices)
@@ -407,7 +396,7 @@ def _check_room(layer_map: LayerMap, layout: ModelLayout, needs: DeviceNeeds) ->
 def _ways(layer_map: LayerMap, layout: ModelLayout, needs: DeviceNeeds, memory: Sequence[int]) -> str:
     """What makes a model fit, the least change first."""
     role = f"sharding.roles.{layer_map.role}"
-    costs = [needs.of(names, layout) + needs.of_work(modules) for modules, names in _groups(layout)]
+    costs = [needs.of(names, layout) for _, names in _groups(layout)]
     ways = []
     if _fits(costs, memory):
         ways.append(f"{role}.device_map=auto")

@@ -2,17 +2,22 @@
 
 verl's FSDP engine has a path for that (`use_fused_kernels`): it hands the model `temperature` and `shift_labels` and expects
 `log_probs` and `entropy` back. Its own forward for that path reads `lm_head.weight` from outside the head, which FSDP2 has sharded:
-verl 0.9.1 wraps an untied `lm_head` by itself, so the weight is whole only while the head itself runs. Here the head is *called*,
-with labels, and works on its own weight inside that call: whatever gathers, casts or moves the weight (FSDP1, FSDP2, a device
-map) does it as for any forward, tied embeddings included. A head that an adapter has wrapped makes logits, and chunks take over.
+verl 0.9.1 wraps an untied `lm_head` by itself, so the weight is whole only while the head itself runs. Here the model runs its own
+forward, and the head that it calls returns log-probs in place of logits, from its own weight inside that call: whatever gathers,
+casts or moves the weight (FSDP1, FSDP2, a device map) does it as for any forward, tied embeddings included. A head that an adapter
+has wrapped makes logits, and chunks take over.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import logging
 import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -32,6 +37,18 @@ REQUESTS = ("auto", "fused", "chunked", "full")
 
 _FUSED = "_sharding_logprobs"
 _COMPILED = "_sharding_logprobs_compiled"
+_FORWARD = "_sharding_forward_of_class"
+
+
+@dataclass(kw_only=True, frozen=True)
+class _Request:
+    """What the head of a running model is asked for in place of logits."""
+
+    labels: torch.Tensor
+    temperature: float
+
+
+_request: ContextVar[_Request | None] = ContextVar("logprobs_request", default=None)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -114,18 +131,20 @@ def fused_obstacle(model: PreTrainedModel) -> str | None:
     if "forward" in model.__dict__ or "forward" in head.__dict__:
         return f"the forward of {name} or of its output head was replaced by something else"
     head_name = next(path for path, module in model.named_modules() if module is head)
-    if not _logits_come_from(type(model), head_name):
+    if not _logits_come_from(inspect.unwrap(type(model).forward), head_name):
         return f"{name} does more to its logits than its output head"
     return None
 
 
-def _logits_come_from(model_class: type[PreTrainedModel], head_name: str) -> bool:
+@functools.lru_cache(maxsize=32)
+def _logits_come_from(forward: Callable[..., Any], head_name: str) -> bool:
     """Whether the source of a model's forward sets `logits` once, as its head applied to (a slice of) its hidden states.
 
-    Caps, scales and shards of logits show up as a second assignment or as arithmetic around the head.
+    Caps, scales and shards of logits show up as a second assignment or as arithmetic around the head, and what looks into them
+    as an attribute or an index; a loss, which is only computed of labels, may.
     """
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(model_class.forward)))
+        source = textwrap.dedent(inspect.getsource(forward))
     except (OSError, TypeError):
         return False
     nodes = list(ast.walk(ast.parse(source)))
@@ -136,20 +155,30 @@ def _logits_come_from(model_class: type[PreTrainedModel], head_name: str) -> boo
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name) and target.id == "logits"
     ]
-    passed_on = [
-        keyword.value
-        for node in nodes
-        if isinstance(node, ast.Call)
-        for keyword in node.keywords
-        if keyword.arg == "logits"
-    ]
-    if len(values) != 1 or not all(isinstance(value, ast.Name) for value in passed_on):
+    if len(values) != 1 or _looks_into_logits(nodes):
         return False
     call = values[0]
     if not isinstance(call, ast.Call) or ast.unparse(call.func) != f"self.{head_name}" or len(call.args) != 1:
         return False
     argument = call.args[0].value if isinstance(call.args[0], ast.Subscript) else call.args[0]
     return isinstance(argument, ast.Name)
+
+
+def _looks_into_logits(nodes: list[ast.AST]) -> bool:
+    """Whether a forward without labels does more with `logits` than to pass them on by keyword, or in a tuple."""
+    passed_on: list[ast.AST] = []
+    for node in nodes:
+        if isinstance(node, ast.keyword) and node.arg == "logits":
+            passed_on.append(node.value)
+        elif isinstance(node, ast.Tuple):
+            passed_on += node.elts
+        elif isinstance(node, ast.If) and "labels" in {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}:
+            passed_on += (inner for statement in node.body for inner in ast.walk(statement))
+    reads = [
+        node for node in nodes if isinstance(node, ast.Name) and node.id == "logits" and isinstance(node.ctx, ast.Load)
+    ]
+    allowed = {id(node) for node in passed_on}
+    return any(id(node) not in allowed for node in reads)
 
 
 def apply(model: PreTrainedModel, *, compiled: bool | None = None) -> None:
@@ -176,6 +205,7 @@ def apply(model: PreTrainedModel, *, compiled: bool | None = None) -> None:
     setattr(head, _FUSED, True)
     setattr(head, _COMPILED, compiled)
     head.forward = MethodType(head_forward, head)
+    setattr(model, _FORWARD, type(model).forward)  # kept, as `keep_forward` says
     model.forward = MethodType(logprobs_forward, model)
     logger.info("log-probs of %s: fused into its output head", type(model).__name__)
 
@@ -194,23 +224,46 @@ def remove(model: PreTrainedModel) -> None:
             del module.forward
     delattr(head, _FUSED)
     delattr(head, _COMPILED)
+    delattr(model, _FORWARD)
 
 
-def head_forward(
-    self: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor | None = None, temperature: float = 1.0
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-    """Forward of an output head: logits as ever, or log-probs and entropy when it gets labels.
+def keep_forward(model: PreTrainedModel) -> None:
+    """Makes the forward that the model's class has now the model's own.
+
+    verl's fused kernels of another role in the process replace it in the class, and that one returns no logits.
+
+    Args:
+        model: The model.
+    """
+    if "forward" not in model.__dict__:
+        model.forward = MethodType(type(model).forward, model)
+
+
+@contextmanager
+def _asking(request: _Request | None) -> Iterator[None]:
+    token = _request.set(request)
+    try:
+        yield
+    finally:
+        _request.reset(token)
+
+
+def head_forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+    """Forward of an output head: logits as ever, or log-probs and entropy in a model that was asked for them.
 
     Args:
         self: The head.
         hidden: `(..., width)`.
-        labels: `(...)`, int64, or None for logits.
-        temperature: Divides the logits, above 0. A number, not a tensor: FSDP2 would round it to its compute dtype.
     """
-    if labels is None:
+    request = _request.get()
+    if request is None:
         return nn.Linear.forward(self, hidden)
+    labels = request.labels.to(hidden.device)
     compiled = getattr(self, _COMPILED, None)
-    log_probs, entropy = linear_logprobs(hidden, self.weight, labels, temperature, bias=self.bias, compiled=compiled)
+    # The temperature is a number, not a tensor: FSDP2 would round it to its compute dtype.
+    log_probs, entropy = linear_logprobs(
+        hidden, self.weight, labels, request.temperature, bias=self.bias, compiled=compiled
+    )
     # Views of flat results: FSDP2 warns of every module that returns views, since its hooks hang on what is returned.
     return log_probs.clone(), None if entropy is None else entropy.clone()
 
@@ -258,23 +311,24 @@ def logprobs_forward(
         **kwargs,
     }
     inputs = {name: value for name, value in inputs.items() if value is not None}
+    forward = self.__dict__[_FORWARD]
     if temperature is None:
         if labels is not None:
             inputs["labels"] = labels
         if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep != 0:
             inputs["logits_to_keep"] = logits_to_keep
-        return type(self).forward(self, **inputs)
-    inputs.pop("return_dict", None)
-    outputs = getattr(self, self.base_model_prefix)(**inputs)
+        return forward(self, **inputs)
     targets = (
         shift_labels if shift_labels is not None else torch.roll(_unshifted(labels, input_ids), shifts=-1, dims=-1)
     )
-    head = self.get_output_embeddings()
-    if getattr(head, _FUSED, False):
-        log_probs, entropy = head(outputs[0], labels=targets, temperature=temperature)
+    fused = getattr(self.get_output_embeddings(), _FUSED, False)  # an adapter around the head needs its logits
+    with _asking(_Request(labels=targets, temperature=temperature) if fused else None):
+        outputs = forward(self, **inputs)
+    if fused:
+        log_probs, entropy = outputs.logits
     else:
         log_probs, entropy = logprobs_and_entropy_from_logits(
-            head(outputs[0]), targets, temperature=temperature, inplace_backward=True
+            outputs.logits, targets, temperature=temperature, inplace_backward=True
         )
     return CausalLMOutputWithLogProbs(
         log_probs=log_probs,

@@ -1,8 +1,8 @@
 """Keeps activations on the host between the forward and the backward pass, layer by layer, beside the computation.
 
 What is moved: every tensor that autograd saves inside a layer and that is large enough, plain, on the compute device
-and not a parameter. With checkpointing that is the layer's input alone, since what a checkpoint drops is never saved;
-without it, all activations. Each storage is copied once however often it is saved.
+and not a parameter. With checkpointing that is the layer's input, since what a checkpoint drops is never saved, and what
+selective checkpointing keeps; without it, all activations. Each storage is copied once however often it is saved.
 
 In the forward pass a layer's copies run while the next layer computes, and its memory is free when that one ends. In
 the backward pass the copies of layer i-1 come back while layer i computes. So at most two layers' worth is on the
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from verl_ext_sharding.training import kept_outputs
 from verl_ext_sharding.training.checkpointing import Applied, Full, applied
 from verl_ext_sharding.training.checkpointing import remove as remove_checkpointing
 from verl_ext_sharding.training.host_buffers import HostPool, Transfer, flat_bytes, transfer_for
@@ -37,6 +38,10 @@ from verl_ext_sharding.training.layers import (
 from verl_ext_sharding.training.saved_bytes import is_plain, storage_keys
 
 logger = logging.getLogger(__name__)
+
+_CAST = "ToCopyBackward0"
+_VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0")
+"""Nodes of autograd."""
 
 
 class _Group:
@@ -120,7 +125,7 @@ class ActivationOffloader:
         self._records: dict[tuple[int, int], weakref.ref[_Record]] = {}
         self._last: _Group | None = None
         self._parameters: set[int] = set()
-        self._cast_shapes: set[tuple[torch.dtype, tuple[int, ...]]] = set()
+        self._frozen_casts: set[tuple[torch.dtype, tuple[int, ...]]] = set()
 
     def run(self, layer: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer's forward; what it saves goes to the host."""
@@ -130,7 +135,8 @@ class ActivationOffloader:
         before = self._last
         group = _Group(before)
         self._last = group
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(group, tensor), self._unpack):
+        saved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(group, tensor), self._unpack)
+        with saved, kept_outputs.held_by((lambda tensor: self._pack_kept(group, tensor), self._unpack)):
             output = forward(*args, **kwargs)
         if before is not None:
             for record in list(before.records):
@@ -146,16 +152,22 @@ class ActivationOffloader:
         # looked up at each call: FSDP gathers parameters into other storages each time
         tensors = [tensor for tensor in module_tensors(layer) if is_plain(tensor)]
         self._parameters = storage_keys(tensors)
-        self._cast_shapes = set()
+        self._frozen_casts = set()
         if torch.is_autocast_enabled(self.device_type):
-            # autocast saves its own low-precision copies of weights: they are no activations
             dtype = torch.get_autocast_dtype(self.device_type)
-            shapes = [tuple(tensor.shape) for tensor in tensors if tensor.dim() > 1 and tensor.dtype != dtype]
-            self._cast_shapes = {(dtype, shape) for shape in shapes} | {(dtype, shape[::-1]) for shape in shapes}
+            frozen = [tensor for tensor in tensors if not tensor.requires_grad and tensor.dtype != dtype]
+            shapes = [tuple(tensor.shape) for tensor in frozen if tensor.dim() > 1]
+            self._frozen_casts = {(dtype, shape) for shape in shapes} | {(dtype, shape[::-1]) for shape in shapes}
 
     def _pack(self, group: _Group, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        if not self._moves(tensor):
+        if not self._moves(tensor) or self._is_cast_weight(tensor):
             return tensor.detach()  # the tensor itself may own the node that saves it: a cycle that is never freed
+        return self._moved(group, tensor)
+
+    def _pack_kept(self, group: _Group, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        return self._moved(group, tensor) if self._moves(tensor) else tensor
+
+    def _moved(self, group: _Group, tensor: torch.Tensor) -> _Saved:
         offset = tensor.storage_offset()
         if 2 * tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
             # a small view of something large, which this would keep: move the view alone
@@ -173,7 +185,22 @@ class ActivationOffloader:
             storage.nbytes() == 0 or tensor.is_conj() or tensor.is_neg()
         ):  # nothing there, or more than bytes and strides
             return False
-        return storage._cdata not in self._parameters and (tensor.dtype, tuple(tensor.shape)) not in self._cast_shapes
+        return storage._cdata not in self._parameters
+
+    def _is_cast_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a low-precision copy of a weight that autocast has made, or a view of one.
+
+        Activations may have the shape of a weight. Autograd knows what the copy of a trained one is made of; that of a frozen
+        one has no gradient, as hardly any activation of a model in training.
+        """
+        node = tensor.grad_fn
+        while node is not None and node.name() in _VIEWS:
+            node = node.next_functions[0][0]
+        if node is None:
+            return not tensor.requires_grad and (tensor.dtype, tuple(tensor.shape)) in self._frozen_casts
+        source = node.next_functions[0][0] if node.name() == _CAST else None
+        weight = getattr(source, "variable", None)
+        return weight is not None and bool(storage_keys([weight]) & self._parameters)
 
     def _record(self, group: _Group, tensor: torch.Tensor) -> _Record:
         storage = tensor.untyped_storage()
@@ -231,9 +258,9 @@ class _OffloadStage:
 class ActivationOffload:
     """Keeps the activations of decoder layers on the host between forward and backward.
 
-    Works with every checkpointing policy, in any order of `apply`. What selective checkpointing keeps stays on the
-    device. Where transformers' own checkpointing is on and no policy is applied, `full` is applied in its place, since
-    offload inside of a checkpoint would move what the checkpoint is about to drop.
+    Works with every checkpointing policy, in any order of `apply`. Where transformers' own checkpointing is on and no
+    policy is applied, `full` is applied in its place, since offload inside of a checkpoint would move what the checkpoint
+    is about to drop.
 
     Args:
         min_bytes: Smaller tensors stay on the device. Default 1 MiB: below it a copy costs more than it frees.

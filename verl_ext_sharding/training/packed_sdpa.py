@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from verl_ext_sharding.errors import ConfigError
-from verl_ext_sharding.training.packing import GroupedMask, SequenceGroup
+from verl_ext_sharding.training.packing import GroupedMask, SequenceGroup, unsupported
 
 NAME = "sdpa_packed"
 """Name of the implementation in transformers."""
@@ -57,14 +56,13 @@ def packed_sdpa_attention(
     """
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
-            raise _unsupported(name)
+            raise unsupported("sdpa", f"a model that asks for {name}")
     if not isinstance(attention_mask, GroupedMask):
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return output, None
-    windows = [window for window in (attention_mask.window, sliding_window) if window is not None]
     output = _grouped_attention(
-        query, key, value, attention_mask, window=min(windows) if windows else None, dropout=dropout, scaling=scaling
+        query, key, value, attention_mask, window=sliding_window, dropout=dropout, scaling=scaling
     )
     return output, None
 
@@ -81,6 +79,8 @@ def _grouped_attention(
     scaling: float | None,
 ) -> torch.Tensor:
     """One call for each group. Not compiled: the groups differ in each batch and would be compiled anew."""
+    mask = mask.on(query.device)
+    window = min((size for size in (mask.window, window) if size is not None), default=None)
     batch_size, num_heads, num_tokens, _ = query.shape
     flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     outputs = []
@@ -134,13 +134,3 @@ def _takes_grouped_heads(query: torch.Tensor) -> bool:
         return True
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
     return dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(query.device) >= (8, 0)
-
-
-def _unsupported(name: str) -> ConfigError:
-    return ConfigError(
-        "attn_implementation=sdpa",
-        expected="plain softmax attention",
-        found=f"a model that asks for {name}",
-        consequence="the forward pass stops: sdpa would leave it out without a word",
-        remedy="set sharding.roles.<role>.attn_implementation=eager (or flash_attention_2) for this role",
-    )

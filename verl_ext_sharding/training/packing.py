@@ -28,6 +28,32 @@ _GROUP_SHORT_TOKENS = 128
 """Sequences up to this length share one group whatever their lengths: the kernel launch costs more than the padding."""
 
 
+_COMPUTES = {
+    "varlen": (
+        "causal attention of a training pass in float16 or bfloat16 on CUDA, without dropout, capped scores or sinks"
+        " (torch 2.10 or later)"
+    ),
+    "sdpa": "plain softmax attention",
+}
+_INSTEAD = {"varlen": "sdpa", "sdpa": "eager (or flash_attention_2)"}
+
+
+def unsupported(implementation: str, found: str) -> ConfigError:
+    """The error of a forward pass that asks an implementation for more than it computes.
+
+    Args:
+        implementation: As in `sharding.roles.<role>.attn_implementation`: "varlen" or "sdpa".
+        found: What it was asked for.
+    """
+    return ConfigError(
+        f"attn_implementation={implementation}",
+        expected=_COMPUTES[implementation],
+        found=found,
+        consequence="the forward pass stops: the kernel would compute another model",
+        remedy=f"set sharding.roles.<role>.attn_implementation={_INSTEAD[implementation]} for this role",
+    )
+
+
 class PackedMask(NamedTuple):
     """Where the sequences of a flattened batch start; what a variable-length kernel needs.
 
@@ -56,9 +82,17 @@ class SequenceGroup(NamedTuple):
     places: torch.Tensor
     valid: torch.Tensor | None
 
+    def to(self, device: torch.device) -> SequenceGroup:
+        """The same group with its indices on another device."""
+        valid = None if self.valid is None else self.valid.to(device)
+        return SequenceGroup(self.places.to(device), valid)
 
-class GroupedMask(NamedTuple):
+
+class GroupedMask:
     """The sequences of a flattened batch in groups of like length; what a padded kernel needs.
+
+    Neither a tuple nor a dataclass: the compiler would look inside of those and compile a layer anew for each number of groups.
+    What moves the inputs of layers between devices does not look inside either, so the indices follow by `on`.
 
     Args:
         groups: The groups; together they hold each token once.
@@ -66,9 +100,24 @@ class GroupedMask(NamedTuple):
         window: Tokens that a token sees, itself included, or None for all before it.
     """
 
-    groups: tuple[SequenceGroup, ...]
-    restore: torch.Tensor
-    window: int | None
+    __slots__ = ("_copies", "groups", "restore", "window")
+
+    def __init__(self, groups: tuple[SequenceGroup, ...], restore: torch.Tensor, window: int | None) -> None:
+        self.groups = groups
+        self.restore = restore
+        self.window = window
+        self._copies: dict[torch.device, GroupedMask] = {restore.device: self}
+
+    def on(self, device: torch.device) -> GroupedMask:
+        """The mask for layers on a device; copied there once.
+
+        Args:
+            device: The device, with its number.
+        """
+        if device not in self._copies:
+            groups = tuple(group.to(device) for group in self.groups)
+            self._copies[device] = GroupedMask(groups, self.restore.to(device), self.window)
+        return self._copies[device]
 
 
 class _Segments(NamedTuple):
@@ -134,12 +183,12 @@ def packed_mask(
         ConfigError: The mask is not causal attention within sequences, or a key/value cache is in use.
     """
     if use_vmap or q_length != kv_length or q_offset or kv_offset:
-        raise _unsupported("a mask of the model's own" if use_vmap else "a pass with a key/value cache")
+        raise unsupported("varlen", "a mask of the model's own" if use_vmap else "a pass with a key/value cache")
     segments = _segments(mask_function, attention_mask, (batch_size, q_length), device)
     longest = segments.cu_seqlens.diff().max()
     max_length, sees_ahead = torch.stack([longest, segments.sees_ahead.to(longest.dtype)]).tolist()
     if sees_ahead:
-        raise _unsupported("a mask in which a token sees later ones")
+        raise unsupported("varlen", "a mask in which a token sees later ones")
     return PackedMask(segments.cu_seqlens, max_length, local_size, segments.places)
 
 
@@ -230,13 +279,3 @@ def _group(spans: Sequence[tuple[int, int]], device: torch.device | str) -> Sequ
     if all(end - start == longest for start, end in spans):
         return SequenceGroup(places, None)
     return SequenceGroup(places, (offsets < lengths[:, None]).reshape(-1).nonzero().squeeze(-1))
-
-
-def _unsupported(found: str) -> ConfigError:
-    return ConfigError(
-        "attn_implementation=varlen",
-        expected="causal attention within each sequence of a training pass",
-        found=found,
-        consequence="the forward pass stops: the kernel would compute another model",
-        remedy="set sharding.roles.<role>.attn_implementation=sdpa for this role",
-    )

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
+from verl_ext_sharding.training import kept_outputs
 from verl_ext_sharding.training.layers import Forward, hidden_states, module_tensors
 from verl_ext_sharding.training.saved_bytes import LiveStorages, SavedTensors
 
 logger = logging.getLogger(__name__)
-
-KEEPABLE = ("attention", "matmul", "narrow_matmul")
-"""What `selective` can keep: attention outputs; outputs of matrix products; of those no wider than their input."""
 
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 _MATMUL = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_scaled_mm": (0, 1), "_grouped_mm": (0, 1)}
@@ -41,27 +39,23 @@ def _kind(op: Any) -> str | None:
 
 
 class KeepOutputs:
-    """Selective checkpointing's policy function: keeps the outputs of some operators, recomputes all others.
+    """Selective checkpointing's choice: keeps the outputs of some operators, recomputes all others.
 
     Args:
-        keep: Names from `KEEPABLE`.
+        keep: Names from `config.checkpointing_policy.KEEPABLE`.
     """
 
     def __init__(self, keep: frozenset[str]) -> None:
         self.keep = keep
 
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = CheckpointPolicy.MUST_SAVE
+    def __call__(self, op: Any, args: tuple[Any, ...]) -> bool:
         kind = _kind(op)
-        if kind is None:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if kind == "attention":
-            return kept if kind in self.keep else CheckpointPolicy.PREFER_RECOMPUTE
+        if kind is None or kind == "attention":
+            return kind in self.keep
         if "matmul" in self.keep:
-            return kept
+            return True
         left, right = (args[position] for position in _MATMUL[kind])
-        narrow = right.shape[-1] <= left.shape[-1]
-        return kept if narrow and "narrow_matmul" in self.keep else CheckpointPolicy.PREFER_RECOMPUTE
+        return "narrow_matmul" in self.keep and right.shape[-1] <= left.shape[-1]
 
 
 class Variant:
@@ -79,13 +73,13 @@ class Checkpointed(Variant):
     Never reentrant, random state restored for the recomputation (dropout draws the same numbers).
 
     Args:
-        keep: Names from `KEEPABLE`; none: the inputs only.
+        keep: Names from `config.checkpointing_policy.KEEPABLE`; none: the inputs only.
     """
 
     def __init__(self, keep: Sequence[str] = ()) -> None:
         self.options: dict[str, Any] = {"use_reentrant": False}
         if keep:
-            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, KeepOutputs(frozenset(keep)))
+            self.options["context_fn"] = partial(kept_outputs.contexts, KeepOutputs(frozenset(keep)))
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # checkpoint saves positional tensors through autograd, where offload sees them, and keyword ones beside it
@@ -266,10 +260,11 @@ def kept_bytes(variant: Variant, forward: Forward, args: tuple[Any, ...], kwargs
     shared = [value for value in tree_leaves((args, kwargs)) if value is not probe]
     owner = getattr(forward, "__self__", None)
     weights = module_tensors(owner) if isinstance(owner, nn.Module) else ()
-    # a dispatch mode keeps layers from being compiled; and the innermost saved-tensor hooks win: an offload around this
-    # would move the probe's tensors
+    # a dispatch mode keeps layers from being compiled; and an offload around this would move the probe's tensors, but for
+    # saved ones the innermost hooks win
     made = nullcontext() if variant.compiled else LiveStorages()
     with (
+        kept_outputs.held_by(None),
         torch.random.fork_rng(devices=devices, device_type=device_type),
         torch.enable_grad(),
         SavedTensors(exclude=[*weights, *shared]) as saved,

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from verl_ext_sharding.errors import ConfigError
-from verl_ext_sharding.training.packing import PackedMask
+from verl_ext_sharding.training.packing import PackedMask, unsupported
 
 NAME = "varlen"
 """Name of the implementation in transformers."""
@@ -102,7 +101,7 @@ class VarlenKernel:
         if self.has_window:
             keywords["window_size"] = (-1 if mask.window is None else mask.window - 1, 0)
         elif mask.window is not None and mask.window < mask.max_length:
-            raise _unsupported(f"a sliding window of {mask.window} tokens, which this torch's kernel has not")
+            raise unsupported(NAME, f"a sliding window of {mask.window} tokens, which this torch's kernel has not")
         if self.has_causal:
             keywords["is_causal"] = True
         if self.has_scale:
@@ -124,7 +123,8 @@ def torch_kernel() -> VarlenKernel | None:
     return VarlenKernel.of(varlen_attn)
 
 
-_TORCH_KERNEL = torch_kernel()
+TORCH_KERNEL = torch_kernel()
+"""What `varlen` runs in this process."""
 
 
 def varlen_attention(
@@ -142,7 +142,7 @@ def varlen_attention(
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
-    kernel: VarlenKernel | None = _TORCH_KERNEL,
+    kernel: VarlenKernel | None = TORCH_KERNEL,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention with the signature that `transformers.AttentionInterface` calls.
@@ -170,18 +170,18 @@ def varlen_attention(
         ConfigError: Something asked for that the kernel can't do.
     """
     if kernel is None:
-        raise _unsupported(f"torch {torch.__version__}, which has no torch.nn.attention.varlen")
+        raise unsupported(NAME, f"torch {torch.__version__}, which has no torch.nn.attention.varlen")
     refused = {"dropout": dropout != 0.0, "attention that is not causal": is_causal is False}
     refused |= {"capped scores (softcap)": softcap is not None, "attention sinks": s_aux is not None}
     for what, present in refused.items():
         if present:
-            raise _unsupported(what)
+            raise unsupported(NAME, what)
     if cu_seq_lens_q is not None and max_length_q is not None:
         mask = PackedMask(cu_seq_lens_q.to(torch.int32), int(max_length_q), None, None)
     elif isinstance(attention_mask, PackedMask):
         mask = attention_mask
     else:
-        raise _unsupported("a model that brings its own mask, or none")
+        raise unsupported(NAME, "a model that brings its own mask, or none")
     windows = [window for window in (mask.window, sliding_window) if window is not None]
     mask = mask._replace(window=min(windows) if windows else None)
 
@@ -208,7 +208,7 @@ def _pack(states: torch.Tensor, places: torch.Tensor | None, width: int, dtype: 
 def _compute_dtype(module: torch.nn.Module, query: torch.Tensor, kernel: VarlenKernel) -> torch.dtype:
     """Type to run the kernel in: the query's, autocast's, or that of the layer's weights (adapters may have widened the query)."""
     if query.device.type != kernel.device_type:
-        raise _unsupported(f"tensors on {query.device.type}; the kernel runs on {kernel.device_type}")
+        raise unsupported(NAME, f"tensors on {query.device.type}; the kernel runs on {kernel.device_type}")
     if query.dtype in kernel.dtypes:
         return query.dtype
     if torch.is_autocast_enabled(query.device.type):
@@ -216,15 +216,5 @@ def _compute_dtype(module: torch.nn.Module, query: torch.Tensor, kernel: VarlenK
     else:
         dtype = next((p.dtype for p in module.parameters() if p.dtype in kernel.dtypes), query.dtype)
     if dtype not in kernel.dtypes:
-        raise _unsupported(f"a forward pass in {str(dtype).removeprefix('torch.')}")
+        raise unsupported(NAME, f"a forward pass in {str(dtype).removeprefix('torch.')}")
     return dtype
-
-
-def _unsupported(found: str) -> ConfigError:
-    return ConfigError(
-        "attn_implementation=varlen",
-        expected="causal attention in float16 or bfloat16 on CUDA, without dropout, score capping or sinks (torch 2.10 or later)",
-        found=found,
-        consequence="the forward pass stops: the kernel can't compute it",
-        remedy="set sharding.roles.<role>.attn_implementation=sdpa for this role",
-    )

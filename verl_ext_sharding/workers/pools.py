@@ -28,6 +28,9 @@ from verl_ext_sharding.workers.probe import where
 
 logger = logging.getLogger(__name__)
 
+_PIN = 0.001
+"""Share of a node's `node:<address>` that a bundle takes."""
+
 
 @dataclass(kw_only=True, frozen=True)
 class Bundle:
@@ -132,8 +135,10 @@ class BundlePoolManager(ResourcePoolManager):
 def reserve(spec: RunSpec) -> dict[int, Bundle]:
     """Reserves the devices of the job and finds out which accelerator each bundle got.
 
-    Ray picks the accelerator of a bundle. Device numbers follow the accelerators' ids, not the order of the bundles, so
-    that device 0 is a node's first reserved accelerator whatever Ray did.
+    Ray picks the node of a group, unless maps name nodes by their addresses: `node:<address>` is a resource that Ray gives
+    each node, and that its bundles then take a little of. Ray picks the accelerator of a bundle too. Device numbers follow
+    the accelerators' ids, not the order of the bundles, so that device 0 is a node's first reserved accelerator whatever
+    Ray did.
 
     Returns:
         `{device number: bundle}`.
@@ -145,9 +150,10 @@ def reserve(spec: RunSpec) -> dict[int, Bundle]:
     accelerator = get_platform().ray_resource_name()
     bundle: dict[str, float] = {"CPU": spec.bundle_cpus, accelerator: 1}
     name = f"verl_sharding_{uuid4().hex[:8]}"  # Ray wants it unique, and several jobs may share a cluster
+    pins = [{f"node:{address}": _PIN} for address in topology.node_names] or [{}] * topology.num_nodes
     groups = [
-        placement_group([bundle] * topology.devices_per_node, strategy="STRICT_PACK", name=f"{name}_node{node}")
-        for node in range(topology.num_nodes)
+        placement_group([bundle | pin] * topology.devices_per_node, strategy="STRICT_PACK", name=f"{name}_node{node}")
+        for node, pin in enumerate(pins)
     ]
     try:
         ray.get([group.ready() for group in groups], timeout=spec.timeout_s)

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import tiny_model
+from attention_cases import reference_kernel, tiny_model
+from test_attention_varlen import kernel_2_10
 from transformers import (
-    AttentionInterface,
     AutoModelForTokenClassification,
+    DeepseekV3Config,
+    DogeConfig,
     FalconConfig,
     Gemma2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
+    InternVLConfig,
     LlamaConfig,
+    LlavaConfig,
+    Mistral3Config,
+    PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
-    Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
+    Qwen3VLConfig,
+    RwkvConfig,
 )
-from transformers.masking_utils import AttentionMaskInterface
 
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training import attention
 from verl_ext_sharding.training.attention import AttentionChoice, ModelSupport, model_support, resolve_attention
+from verl_ext_sharding.training.varlen import VarlenKernel
 
 HOPPER = {
     "use_remove_padding": True,
@@ -86,7 +98,7 @@ def test_what_was_asked_for_and_can_run_is_taken(requested):
         ("varlen", {"torch_version": "2.8.0"}, "torch 2.8.0 is older than 2.10", "=flash_attention_2"),
         ("varlen", {"ulysses_size": 2}, "ulysses_sequence_parallel_size=2", "=flash_attention_2"),
         ("sdpa", {"ulysses_size": 2}, "ulysses_sequence_parallel_size=2", "=flash_attention_2"),
-        ("sdpa", {"model_supports": ModelSupport(why_not={"packed": "no position_ids"})}, "no position_ids", "=flash"),
+        ("sdpa", {"model_supports": ModelSupport(why_not_packed={"sdpa": "they mix"})}, "they mix", "=flash"),
         ("flash", {}, "flash", "attn_implementation="),
     ],
 )
@@ -104,9 +116,22 @@ def test_an_error_speaks_only_of_what_was_asked_for():
 
 
 def test_auto_without_anything_that_keeps_samples_apart_is_an_error_that_ends_in_an_override():
-    support = ModelSupport(why_not={"packed": "no position_ids", "flash_attention_2": "none"})
-    with pytest.raises(ConfigError, match=r"critic\.model\.use_remove_padding=False"):
+    support = ModelSupport(why_not_packed=dict.fromkeys(attention.REQUESTS, "they mix"))
+    with pytest.raises(ConfigError) as caught:
         resolve("auto", model_supports=support, role="critic")
+    assert caught.value.remedy == "set critic.model.use_remove_padding=False"
+
+
+def test_flash_attn_is_no_remedy_for_a_model_that_cannot_run_it():
+    support = ModelSupport(why_not={"flash_attention_2": "the hub's in its place"})
+    with pytest.raises(ConfigError) as caught:
+        resolve("auto", model_supports=support, ulysses_size=2, flash_attn_importable=False)
+    assert caught.value.remedy == "set ulysses_sequence_parallel_size=1 for this role"
+
+
+def test_what_only_packed_sequences_rule_out_is_taken_without_remove_padding():
+    support = ModelSupport(why_not_packed=dict.fromkeys(attention.REQUESTS, "they mix"))
+    assert resolve("auto", model_supports=support, use_remove_padding=False).name == "flash_attention_2"
 
 
 def test_auto_with_ulysses_and_no_flash_attn_is_an_error():
@@ -121,29 +146,74 @@ def test_auto_with_ulysses_and_no_flash_attn_is_an_error():
         (LlamaConfig(), set()),
         (LlamaConfig(attention_dropout=0.1), {"varlen"}),
         (LlamaConfig(head_dim=512), {"varlen"}),
+        (DeepseekV3Config(qk_nope_head_dim=256), {"varlen"}),
+        (Gemma4TextConfig(head_dim=128, global_head_dim=512), {"varlen"}),
         (Gemma2Config(), {"sdpa", "varlen"}),
-        (GptOssConfig(), {"sdpa", "varlen"}),
-        (FalconConfig(), {"packed"}),
-        (Qwen2VLConfig(), {"varlen", "sdpa_packed", "packed"}),
+        (GptOssConfig(), {"flash_attention_2", "sdpa", "varlen"}),
+        (FalconConfig(), {"sdpa_packed", "varlen"}),
+        (PretrainedConfig(), {"sdpa_packed", "varlen"}),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
 def test_a_models_config_and_source_say_what_it_cannot_run(config, refused):
-    assert refused <= set(model_support(config).why_not)
-    if not refused:
-        assert not model_support(config).why_not
+    assert set(model_support(config).why_not) == refused
 
 
-def test_a_choice_on_a_model_can_be_taken_back():
-    model = tiny_model("qwen2", "eager")
-    before = dict(model.__dict__)
-    for _ in range(2):
-        attention.apply(model, AttentionChoice(name="sdpa_packed", reason="test"))
-    assert model.config._attn_implementation == "sdpa_packed"
-    for _ in range(2):
-        attention.remove(model)
-    assert model.config._attn_implementation == "eager"
-    assert model.__dict__ == before
+def test_a_kernel_that_the_model_would_not_run_is_no_choice():
+    assert "kernels-community/" in model_support(GptOssConfig()).why_not["flash_attention_2"]
+    assert resolve("auto", model_supports=model_support(GptOssConfig()), use_remove_padding=False).name == "eager"
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        (Gemma3TextConfig(sliding_window=512), 512),
+        (Qwen2Config(), None),
+        (Gemma3TextConfig(layer_types=["full_attention"] * 26), None),
+    ],
+)
+def test_a_sliding_window_rules_out_a_kernel_that_has_none(config, window):
+    without, with_windows = (VarlenKernel.of(function) for function in (kernel_2_10, reference_kernel))
+    assert "varlen" not in model_support(config, kernel=with_windows).why_not
+    why = model_support(config, kernel=without).why_not.get("varlen")
+    assert (why is None) if window is None else (f"{window} tokens" in why)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Qwen3VLConfig(), InternVLConfig(), Mistral3Config(text_config={"model_type": "mistral"}), LlavaConfig()],
+    ids=lambda config: config.model_type,
+)
+def test_a_model_of_images_and_text_is_judged_by_its_language_model(config):
+    support = model_support(config)
+    assert set(support.why_not) == {"varlen", "sdpa_packed"}
+    assert "for text models" in support.why_not["varlen"]
+    assert not support.why_not_packed
+
+
+def test_sizes_and_options_of_a_language_model_within_another_count():
+    text = {"model_type": "gemma2", "attn_logit_softcapping": 50.0}
+    assert "caps them" in model_support(LlavaConfig(text_config=text)).why_not["sdpa"]
+
+
+def test_a_model_in_which_verl_calls_flash_attn_itself_gets_nothing_else_for_packed_sequences():
+    support = model_support(Qwen2_5_VLConfig())
+    assert resolve("auto", model_supports=support).name == "flash_attention_2"
+    with pytest.raises(ConfigError, match="verl calls flash-attn in the layers of qwen2_5_vl"):
+        resolve("sdpa", model_supports=support)
+
+
+def test_layers_that_read_their_mask_rule_out_boundaries_in_its_place():
+    assert "needs a square one" in model_support(DogeConfig()).why_not["sdpa_packed"]
+
+
+def test_a_model_that_carries_a_state_and_names_no_layers_mixes_packed_sequences():
+    assert "carries a state" in model_support(RwkvConfig()).why_not_packed["eager"]
+
+
+def test_linear_attention_is_refused_but_where_verl_gives_it_the_boundaries():
+    assert "linear_attention" in model_support(Qwen3_5TextConfig()).why_not_packed["flash_attention_2"]
+    assert not model_support(Qwen3_5Config()).why_not_packed
 
 
 def test_a_choice_in_a_config_reaches_a_critic_that_is_loaded_from_it(tmp_path):
@@ -152,14 +222,3 @@ def test_a_choice_in_a_config_reaches_a_critic_that_is_loaded_from_it(tmp_path):
     attention.set_attention(config, AttentionChoice(name="varlen", reason="test"))
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path, config=config)
     assert {layer.self_attn.config._attn_implementation for layer in critic.model.layers} == {"varlen"}
-
-
-def test_names_can_be_taken_out_of_transformers_again():
-    attention.unregister()
-    before = [dict(interface._global_mapping) for interface in (AttentionInterface, AttentionMaskInterface)]
-    attention.register()
-    attention.register()
-    assert "varlen" in AttentionInterface._global_mapping
-    attention.unregister()
-    attention.unregister()
-    assert [dict(interface._global_mapping) for interface in (AttentionInterface, AttentionMaskInterface)] == before

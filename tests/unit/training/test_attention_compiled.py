@@ -1,7 +1,8 @@
-"""`varlen` inside compiled layers: one graph for each layer, and none anew for batches of other lengths."""
+"""Packed attention inside compiled layers: none is compiled anew for batches of other lengths or of more groups."""
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from verl_ext_sharding.training import packing, varlen
+from verl_ext_sharding.training import attention, packing, varlen
 
 
 @torch.library.custom_op("verl_ext_sharding_tests::attention", mutates_args=())
@@ -62,3 +63,28 @@ def test_layers_compile_whole_and_not_anew_for_other_lengths(name, kinds_of_laye
             torch.testing.assert_close(model(**packed_inputs(samples)).logits, expected, rtol=1e-5, atol=1e-5)
     # For the first batch, then once more with symbols for its sizes.
     assert graphs.frame_count == 2 * kinds_of_layer
+
+
+def test_packed_sdpa_compiles_nothing_anew_for_other_numbers_of_groups(monkeypatch):
+    monkeypatch.setattr(packing, "_GROUP_SHORT_TOKENS", 1)
+    attention.register()
+    model, reference, graphs = (
+        tiny_model("qwen2", "sdpa_packed"),
+        tiny_model("qwen2", "eager"),
+        CompileCounter(),
+    )
+    for layer in model.base_model.layers:
+        layer.forward = torch.compile(layer.forward, backend=graphs)
+    counts, compiled = [], []
+    with torch.no_grad():
+        for num_groups in range(1, 13):
+            lengths = [int(6 * 1.5**index) for index in range(num_groups)]
+            counts.append(
+                len(packing.group_sequences([0, *itertools.accumulate(lengths)], window=None, device="cpu").groups)
+            )
+            samples = sequences([*lengths, *lengths[:2]])
+            expected = reference(**packed_inputs(samples)).logits
+            torch.testing.assert_close(model(**packed_inputs(samples)).logits, expected, rtol=1e-5, atol=1e-5)
+            compiled.append(graphs.frame_count)
+    assert counts == list(range(1, 13))
+    assert compiled[1:] == [compiled[1]] * 11

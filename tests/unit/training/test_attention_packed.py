@@ -36,7 +36,6 @@ def _registered():
     AttentionInterface.register("varlen_cpu", partial(varlen.varlen_attention, kernel=STAND_IN))
     AttentionMaskInterface.register("varlen_cpu", packing.packed_mask)
     yield
-    attention.unregister()
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop("varlen_cpu")
 
@@ -144,6 +143,16 @@ def test_sequences_of_like_length_share_a_group_and_others_do_not():
         [g.places.reshape(-1) if g.valid is None else g.places.reshape(-1)[g.valid] for g in mask.groups]
     )
     assert torch.equal(tokens[mask.restore], torch.arange(6010))
+
+
+def test_groups_follow_their_layer_to_its_device_once():
+    mask = packing.group_sequences([0, 300, 310, 500], window=5, device="cpu")
+    assert mask.on(torch.device("cpu")) is mask
+    there = mask.on(torch.device("meta"))
+    indices = [there.restore, *(index for group in there.groups for index in group if index is not None)]
+    assert {index.device.type for index in indices} == {"meta"}
+    assert there.window == 5
+    assert mask.on(torch.device("meta")) is there
 
 
 def test_a_bidirectional_mask_is_refused_by_varlen_and_left_to_transformers_by_sdpa():

@@ -45,3 +45,8 @@ def test_what_is_not_finite_is_told_and_left(value):
     (parameter,) = parameters(torch.tensor([1.0, value]))
     assert not torch.isfinite(torch.tensor(gradient_norm.clip([parameter], 1.0)))
     assert parameter.grad[0] == 1.0
+
+
+@pytest.mark.parametrize("given", [[], [torch.nn.Parameter(torch.ones(2))]], ids=["nothing", "no gradient"])
+def test_without_any_gradient_the_norm_is_0_as_torchs(given):
+    assert gradient_norm.clip(given, 1.0) == torch.nn.utils.clip_grad_norm_(given, 1.0) == 0.0

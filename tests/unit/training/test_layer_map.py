@@ -243,12 +243,6 @@ def test_gradients_and_optimizer_states_count_where_they_are():
     assert list(states.tensors.values()) == [0, 1, 1, 1, 1, 1]  # 16 and 16 + 4 x 4
 
 
-def test_what_a_module_needs_while_it_runs_counts(models):
-    logits = DeviceNeeds(working_bytes={"lm_head": 10 * 2**20})
-    assert plan(models["llama"], needs=logits).place_of("model.norm") == 0
-    assert plan(models["llama"]).place_of("model.norm") == 1
-
-
 def test_a_device_with_less_memory_gets_fewer_layers(models):
     def layers_on_first(first, second):
         layer_map = plan(models["llama"], needs=DeviceNeeds(memory_bytes=(first, second)))

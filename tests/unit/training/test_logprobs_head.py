@@ -16,11 +16,16 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     GraniteConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
+    MarianConfig,
+    MarianForCausalLM,
     MistralConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training import lm_head
@@ -172,6 +177,64 @@ def test_a_model_that_caps_or_scales_its_logits_is_refused(config):
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match="does more to its logits"):
         lm_head.apply(model)
+
+
+def llama4():
+    heads = {"head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 2}
+    return Llama4ForCausalLM(Llama4TextConfig(**SMALL, **heads, intermediate_size_mlp=32, pad_token_id=0))
+
+
+def marian():
+    sizes = {"d_model": 32, "vocab_size": 64, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+    tokens = {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1, "forced_eos_token_id": 1}
+    return MarianForCausalLM(MarianConfig(**sizes, **tokens, decoder_vocab_size=64, is_decoder=True, dropout=0.0))
+
+
+@pytest.mark.parametrize("build", [llama4, marian], ids=["under another name", "a part of it"])
+def test_a_model_whose_base_is_not_where_its_class_says_returns_its_log_probs(build):
+    torch.manual_seed(0)
+    model = build().train()
+    inputs = {"input_ids": torch.randint(3, 60, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
+    log_probs, entropy = plain(model(**inputs).logits, torch.roll(inputs["input_ids"], shifts=-1, dims=-1), 0.7)
+    loss_of(log_probs, entropy).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    lm_head.apply(model)
+    output = model(**inputs, temperature=0.7, return_dict=True)
+    assert_same(model, output, (log_probs, entropy, grads))
+
+
+class Masks(nn.Module):
+    def forward(self, hidden_states, labels=None):
+        logits = self.lm_head(hidden_states)
+        logits[:, :, 3] = -1.0
+        return {"logits": logits}
+
+
+class Returns(nn.Module):
+    def forward(self, hidden_states, labels=None):
+        logits = self.lm_head(hidden_states)
+        return CausalLMOutputWithPast(logits=logits, loss=logits.logsumexp(-1))
+
+
+class OfLabels(nn.Module):
+    def forward(self, hidden_states, labels=None):
+        logits = self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            loss = logits.logsumexp(-1)[labels]
+        return CausalLMOutputWithPast(logits=logits, loss=loss)
+
+
+@pytest.mark.parametrize(("model_class", "alone"), [(Masks, False), (Returns, False), (OfLabels, True)])
+def test_a_forward_that_looks_into_its_logits_without_labels_needs_them(model_class, alone):
+    assert lm_head._logits_come_from(model_class.forward, "lm_head") is alone
+
+
+def test_a_head_that_runs_beside_a_request_makes_logits():
+    model = tiny_model("qwen2", "eager")
+    lm_head.apply(model)
+    model(**engine_inputs(sequences()))
+    assert isinstance(model.lm_head(torch.ones(1, model.config.hidden_size)), torch.Tensor)
 
 
 def test_a_head_that_is_no_plain_linear_layer_or_was_wrapped_is_refused():

@@ -224,6 +224,37 @@ def test_the_copies_of_weights_that_autocast_makes_are_not_moved():
     assert layer.weight.grad is not None
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("tokens", [255, 256, 257])
+def test_activations_of_the_shape_of_a_weight_are_moved_as_any_others(tokens, frozen):
+    layer = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).requires_grad_(not frozen)
+    adapter = nn.Parameter(torch.ones(256))
+    offloader = OFFLOAD.apply(layer, layers=[layer])
+    offloader.transfer = MarkedTransfer()
+    with torch.autocast("cpu", torch.bfloat16):
+        # LoRA's input: an activation with a gradient, in the compute dtype
+        output = layer((torch.randn(tokens, 256) * adapter).bfloat16())
+    inputs_of_linears = 0 if frozen else 2
+    assert offloader.transfer.to_host_bytes == inputs_of_linears * tokens * 256 * 2
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["of others", "the model's first"])
+def test_an_activation_of_the_shape_of_a_frozen_weight_is_moved(made):
+    class Layer(nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden.sin())
+
+    layer = Layer(256, 256).requires_grad_(False)
+    offloader = OFFLOAD.apply(layer, layers=[layer])
+    offloader.transfer = MarkedTransfer()
+    hidden = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(hidden * 1.0 if made else hidden)
+    assert offloader.transfer.to_host_bytes == 256 * 256 * 2
+    output.sum().backward()
+
+
 def test_small_tensors_and_tensors_elsewhere_stay():
     model, inputs = qwen2(), batch(padded=0)
     offloader = ActivationOffload(min_bytes=1 << 30).apply(model)
@@ -285,7 +316,7 @@ class DelayedTransfer(Transfer):
                 self.pending[index] = (None, num_bytes, reference)
 
 
-@pytest.mark.parametrize("policy", [None, Full(), EveryN(2)], ids=str)
+@pytest.mark.parametrize("policy", [None, Full(), EveryN(2), Selective()], ids=str)
 def test_copies_that_run_late_are_waited_for_and_at_most_two_layers_are_on_the_device(policy):
     model, inputs = qwen2(8), batch(padded=0)
     reference = step(model, inputs, use_cache=False)

@@ -1,0 +1,104 @@
+"""An engine's log-probs and entropy take the role's way, whatever other roles of the process do and whenever it runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+import verl.utils.torch_functional as verl_functional
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from verl.utils.tensordict_utils import get_tensordict
+
+from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.config.schema import ActorConfig, RefConfig
+from verl_ext_sharding.config.translate import role_changes
+from verl_ext_sharding.engines.cpu import CpuEngineWithLMHead
+from verl_ext_sharding.patch_points import logprobs as patch
+
+LENGTHS = (4, 2)
+VOCABULARY = 50
+
+
+def engine(logits, **settings):
+    made = object.__new__(CpuEngineWithLMHead)
+    given = {"entropy_checkpointing": False, "entropy_from_logits_with_chunking": False, "use_torch_compile": False}
+    made.engine_config = SimpleNamespace(**given | settings)
+    made.model_config = SimpleNamespace(use_fused_kernels=False)
+    made.measures, made.role, made.applied, made._fused = RoleMeasures(logits=logits), "ref", {}, False
+    made._choose_entropy()
+    return made
+
+
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=VOCABULARY))
+
+
+# Which key is whose
+
+
+@pytest.mark.parametrize(("role", "config", "sets"), [("actor", ActorConfig, True), ("ref", RefConfig, False)])
+def test_the_actor_alone_switches_verls_fused_kernels_off_for_all_roles(role, config, sets):
+    facts = SimpleNamespace(engines={role: SimpleNamespace(strategy="fsdp2")}, ref_in_actor=False)
+    keys = [change.key for change in role_changes(role, config(logits="chunked"), facts)]
+    assert ("actor_rollout_ref.model.use_fused_kernels" in keys) is sets
+
+
+@pytest.mark.parametrize("logits", ["auto", "fused", "chunked", "full"])
+def test_a_reference_has_its_logits_where_verls_fused_kernels_of_the_actor_replace_the_forward_of_its_class(
+    logits, monkeypatch
+):
+    from verl.models.transformers.dense_common import forward_with_torch_backend
+
+    reference, ids = model(), torch.arange(8)[None]
+    expected = reference(input_ids=ids).logits
+    engine(logits)._apply_logits(reference, logits)
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", forward_with_torch_backend)
+    assert torch.equal(reference(input_ids=ids, use_cache=False).logits, expected)
+
+
+# Entropy that is computed again in the backward pass
+
+
+@pytest.fixture
+def stock_calls(monkeypatch):
+    """Calls of verl's own entropy, behind the function that stands in its place."""
+    calls, stock = [], verl_functional.entropy_from_logits
+
+    def counted(logits):
+        calls.append(logits.shape)
+        return stock(logits)
+
+    monkeypatch.setattr(patch, "original", lambda _: counted)
+    monkeypatch.setattr(verl_functional, "entropy_from_logits", patch.entropy_from_logits)
+    return calls
+
+
+def padded_entropy(made, weight):
+    """Entropy as verl's engine has it of a padded batch, with the gradient of its sum."""
+    ids = torch.nested.nested_tensor([torch.arange(length) for length in LENGTHS], layout=torch.jagged)
+    flags = {"use_remove_padding": False, "calculate_entropy": True, "distillation_only": True}
+    batch = get_tensordict({"input_ids": ids}, non_tensor_dict=flags)
+    arguments = {"temperature": torch.ones(2), "input_ids_rmpad_rolled": ids.values(), "temperature_is_one": True}
+    weight.grad = None
+    with patch.logits_path(made._logits_path(batch)):
+        output = SimpleNamespace(logits=weight * 1.0)
+        entropy = made.prepare_model_outputs(output, arguments, batch, None)["entropy"]
+    entropy.values().sum().backward()
+    return entropy.values().detach(), weight.grad.clone()
+
+
+@pytest.mark.parametrize(("logits", "num_stock"), [("chunked", 0), ("full", 2), (None, 2)])
+def test_a_checkpointed_entropy_of_padded_batches_is_computed_one_way_in_both_passes(logits, num_stock, stock_calls):
+    weight = torch.randn(2, 4, VOCABULARY, requires_grad=True)
+    expected = padded_entropy(engine("full"), weight)
+    stock_calls.clear()
+    found = padded_entropy(engine(logits, entropy_checkpointing=True), weight)
+    assert len(stock_calls) == num_stock
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,128 @@
+"""Weights with adapters merged are those that PEFT would leave, and the model is bit for bit as before."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+from verl_ext_sharding.engines import device_map
+from verl_ext_sharding.engines.device_map import DeviceMapEngineMixin
+from verl_ext_sharding.engines.merged_weights import merge_obstacle, merged_weights
+from verl_ext_sharding.errors import ConfigError
+
+Q_PROJ = {"target_modules": ["q_proj"]}
+ADAPTERS = {
+    "LoRA": Q_PROJ,
+    "rsLoRA": {**Q_PROJ, "use_rslora": True},
+    "DoRA": {**Q_PROJ, "use_dora": True},
+    "LoRA with a bias": {**Q_PROJ, "lora_bias": True},
+    "trained biases": {**Q_PROJ, "bias": "lora_only"},
+    "a head trained whole": {**Q_PROJ, "modules_to_save": ["lm_head"]},
+    "an embedding": {"target_modules": ["embed_tokens"]},
+    "DoRA of an embedding": {"target_modules": ["embed_tokens"], "use_dora": True},
+    "embedding and head": {"target_modules": ["embed_tokens", "lm_head"]},
+    "trained tokens": {**Q_PROJ, "trainable_token_indices": [3, 4]},
+}
+
+
+def adapted(tied=False, **options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    base = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=tied))
+    model = get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.filterwarnings("ignore")
+def test_the_weights_are_those_that_peft_leaves_and_the_model_is_as_before(options, tied):
+    model = adapted(tied, **options)
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    addresses = {name: tensor.data_ptr() for name, (tensor, _) in before.items()}
+    assert merge_obstacle(model) is None
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in merged_weights(model):
+        assert name not in found
+        found[name] = tensor.clone()
+    after = model.state_dict(keep_vars=True)
+    assert after.keys() == before.keys()
+    for name, (tensor, value) in before.items():
+        assert after[name] is tensor
+        assert tensor.data_ptr() == addresses[name]
+        assert torch.equal(tensor, value)
+    assert not any(getattr(module, "merged", False) for module in model.modules())
+    expected = model.merge_and_unload().state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_a_model_that_is_left_half_way_is_as_before():
+    model = adapted(**ADAPTERS["DoRA"])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = merged_weights(model)
+    while "q_proj" not in next(weights)[0]:
+        pass
+    weights.close()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_that_no_weight_can_hold_are_named():
+    assert "no bias" in merge_obstacle(adapted(target_modules=["o_proj"], lora_bias=True))
+    assert "parameters inside a module" in merge_obstacle(adapted(target_parameters=["mlp.down_proj.weight"]))
+    prompts = get_peft_model(
+        adapted(**Q_PROJ).merge_and_unload(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    assert "PROMPT_TUNING" in merge_obstacle(prompts)
+
+
+# In the engine
+
+
+def engine(model, merge=True):
+    made = object.__new__(type("Engine", (DeviceMapEngineMixin, FSDPEngine), {}))
+    made.role, made.module = "actor", model
+    made.model_config = SimpleNamespace(lora={"merge": merge})
+    return made
+
+
+def test_the_engine_sends_copies_that_the_model_does_not_change_any_more(monkeypatch):
+    monkeypatch.setattr(device_map, "get_device_id", lambda: torch.device("cpu"))
+    model = adapted(**ADAPTERS["LoRA"])  # which PEFT merges in place
+    expected = copy.deepcopy(model).merge_and_unload().state_dict()
+    sent = dict(engine(model)._merged())  # all at once, as a bucket holds several
+    assert sent.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(sent[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_adapters_that_cannot_be_merged_stop_the_run_before_it_trains_if_they_are_to_be(merge, monkeypatch):
+    model = adapted(target_modules=["o_proj"], lora_bias=True)
+    monkeypatch.setattr(FSDPEngine, "_build_lora_module", lambda self, module: module)
+    if not merge:
+        assert engine(model, merge)._build_lora_module(model) is model
+        return
+    with pytest.raises(ConfigError) as caught:
+        engine(model)._build_lora_module(model)
+    assert "no bias" in caught.value.found
+    assert "lora.merge=False" in caught.value.remedy
+    assert "sharding.roles.actor.layout=fsdp" in caught.value.remedy

@@ -1,0 +1,243 @@
+"""Inference servers fill the devices that they get, on the trainer's devices and on pools of their own."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+
+from verl_ext_sharding.errors import PlacementError
+from verl_ext_sharding.placement import servers
+from verl_ext_sharding.placement.bundles import place
+from verl_ext_sharding.placement.checks import check_job
+from verl_ext_sharding.placement.job import ServerFacts
+
+TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+
+def job_refusal(devices, facts):
+    with pytest.raises(PlacementError) as caught:
+        check_job(place(devices, facts), facts)
+    assert "does not start" in caught.value.consequence
+    return caught.value
+
+
+def number_after(key, text):
+    """The number that a remedy gives to a key."""
+    return int(re.search(rf"{re.escape(key)}=(\d+)", text)[1])
+
+
+def parts_on_one_node(size, per_node):
+    """Whether verl would give each part of each server ranks of one node (workers/rollout/replica.py)."""
+    node_of_rank = [node for node, count in enumerate(per_node) for _ in range(count)]
+    if len(node_of_rank) % size:
+        return False
+    part = min(per_node[0], size)
+    if size % part:
+        return False
+    parts = [node_of_rank[i : i + part] for i in range(0, len(node_of_rank), part)]
+    return all(len(set(ranks)) == 1 for ranks in parts)
+
+
+def test_rollout_servers_are_accepted_only_where_verl_can_lay_them_out(job):
+    for num_nodes, per_node, size in itertools.product((1, 2, 3), (1, 2, 3, 4), range(1, 13)):
+        facts = job(("actor",), nodes=num_nodes, devices=4, rollout=ServerFacts(name="vllm", ranks_per_replica=size))
+        devices = {f"node{node}": list(range(per_node)) for node in range(num_nodes)}
+        try:
+            servers.check_servers(place({"actor": devices}, facts), facts)
+            accepted = True
+        except PlacementError:
+            accepted = False
+        assert accepted == parts_on_one_node(size, [per_node] * num_nodes), (num_nodes, per_node, size)
+
+
+@pytest.mark.parametrize("rest", [1, 2])
+def test_the_tensor_parallel_size_that_is_offered_fits_and_is_smaller(rest, job):
+    offered = 0
+    for num_devices, tensor in itertools.product(range(1, 9), repeat=2):
+        server = ServerFacts(name="vllm", ranks_per_replica=tensor * rest, tensor_parallel_size=tensor)
+        facts = job(("actor",), devices=8, rollout=server)
+        placement = place({"actor": list(range(num_devices))}, facts)
+        try:
+            servers.check_servers(placement, facts)
+        except PlacementError as error:
+            if TP not in error.remedy:
+                assert num_devices % rest
+                continue
+            smaller = number_after(TP, error.remedy)
+            assert smaller < tensor
+            fitting = replace(server, ranks_per_replica=smaller * rest, tensor_parallel_size=smaller)
+            servers.check_servers(placement, replace(facts, rollout=fitting))
+            offered += 1
+    assert offered
+
+
+def test_a_rollout_server_that_does_not_divide_the_actors_devices_is_refused(job):
+    facts = job(("actor",), rollout=ServerFacts(name="vllm", ranks_per_replica=2))
+    error = job_refusal({"actor": [0, 1, 3]}, facts)
+    assert error.subject == TP
+    assert "3 devices [0,1,3] of rollout" in error.expected
+    assert error.found == "2 ranks for one vllm server"
+    assert error.remedy == f"{TP}=1, or sharding.roles.actor.devices=[0,1,2,3]"
+
+
+def test_no_more_devices_are_offered_for_servers_than_the_job_has(job):
+    facts = job(("actor",), reward=ServerFacts(name="vllm", ranks_per_replica=3), devices=4)
+    error = job_refusal({"actor": [0], "reward": "all"}, facts)
+    assert error.remedy.endswith("sharding.roles.reward.devices=[0,1,2]")
+
+
+def test_where_other_parallel_sizes_are_too_large_they_are_named(job):
+    server = ServerFacts(name="vllm", ranks_per_replica=4, tensor_parallel_size=1)
+    error = job_refusal({"actor": [0, 1, 2]}, job(("actor",), rollout=server))
+    assert "data_parallel_size x pipeline_model_parallel_size (now 4)" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("role", "key"),
+    [
+        ("reward", "reward.reward_model.rollout.tensor_model_parallel_size"),
+        ("teacher", "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size"),
+    ],
+)
+def test_servers_of_other_roles_are_checked_on_their_own_devices(role, key, job):
+    facts = job(("actor",), **{role: ServerFacts(name="vllm", ranks_per_replica=2)})
+    error = job_refusal({"actor": [0], role: [1, 2, 3]}, facts)
+    assert error.subject == key
+    assert f"of {role}" in error.expected
+
+
+def test_a_server_across_nodes_with_a_rest_on_one_of_them_is_refused(job):
+    facts = job(("actor",), nodes=2, devices=4, reward=ServerFacts(name="vllm", ranks_per_replica=2))
+    error = job_refusal({"actor": [0], "reward": {"node0": [0], "node1": [0, 1, 2]}}, facts)
+    assert "[1, 3] per node" in error.expected
+
+
+def test_uneven_nodes_are_refused_for_a_rollout_of_several_ranks(job):
+    facts = job(("actor",), nodes=2, devices=4, rollout=ServerFacts(name="vllm", ranks_per_replica=2))
+    error = job_refusal({"actor": {"node0": [0, 1, 2], "node1": [0]}}, facts)
+    assert error.subject == "sharding.roles.actor.devices"
+    assert error.found == "[3, 1] devices per node"
+    assert f"{TP}=1" in error.remedy
+
+
+def test_uneven_nodes_are_fine_for_servers_of_one_rank(job):
+    facts = job(("actor",), nodes=2, devices=4)
+    check_job(place({"actor": {"node0": [0, 1, 2], "node1": [0]}}, facts), facts)
+
+
+def test_without_a_hybrid_rollout_the_actors_devices_serve_nothing(job):
+    server = ServerFacts(name="vllm", ranks_per_replica=4, own_nodes=(4,))
+    facts = job(("actor",), mode="separate_async", hybrid_rollout=False, rollout=server)
+    check_job(place({"actor": [0, 1, 2]}, facts), facts)
+
+
+# Pools that verl reserves by itself
+
+OWN = {
+    "rollout": "actor_rollout_ref.rollout",
+    "reward": "reward.reward_model",
+    "teacher": "distillation",
+}
+
+
+def own_job(job, role, server):
+    """A job whose role has a pool of its own."""
+    if role == "rollout":
+        return job(("actor",), mode="separate_async", hybrid_rollout=False, rollout=server)
+    return job(("actor",), **{role: server})
+
+
+@pytest.mark.parametrize("role", OWN)
+def test_a_pool_of_its_own_must_hold_one_server(role, job):
+    server = ServerFacts(name="vllm", ranks_per_replica=2, own_nodes=(1,))
+    error = job_refusal({}, own_job(job, role, server))
+    assert error.subject.endswith(".tensor_model_parallel_size")
+    assert f"the 1 devices of {OWN[role]}.nnodes=1 x {OWN[role]}.n_gpus_per_node=1" in error.expected
+    assert error.remedy == f"{error.subject}=1, or {OWN[role]}.n_gpus_per_node=2"
+
+
+@pytest.mark.parametrize("role", OWN)
+def test_a_pool_of_its_own_must_have_devices(role, job):
+    error = job_refusal({}, own_job(job, role, ServerFacts(name="vllm", ranks_per_replica=2, own_nodes=())))
+    assert error.subject == f"{OWN[role]}.nnodes"
+    assert f"{OWN[role]}.nnodes=1 {OWN[role]}.n_gpus_per_node=2" in error.remedy
+
+
+@pytest.mark.parametrize("role", ["reward", "teacher"])
+def test_devices_that_are_named_stand_in_for_a_pool_without_any(role, job):
+    facts = own_job(job, role, ServerFacts(name="vllm", ranks_per_replica=2, own_nodes=()))
+    check_job(place({role: [1, 2]}, facts), facts)
+
+
+@pytest.mark.parametrize("role", OWN)
+def test_what_is_offered_for_a_pool_of_its_own_is_accepted(role, job):
+    offered = 0
+    for count, devices, size in itertools.product((1, 2, 3), (1, 2, 3, 4), range(1, 13)):
+        server = ServerFacts(name="vllm", ranks_per_replica=size, own_nodes=(devices,) * count)
+        facts = own_job(job, role, server)
+        try:
+            servers.check_servers(place({}, facts), facts)
+        except PlacementError as error:
+            smaller = number_after(error.subject, error.remedy)
+            larger = number_after(f"{OWN[role]}.n_gpus_per_node", error.remedy)
+            for change in ({"ranks_per_replica": smaller}, {"own_nodes": (larger,) * count}):
+                better = own_job(job, role, replace(server, **change))
+                servers.check_servers(place({}, better), better)
+            offered += 1
+    assert offered
+
+
+@pytest.mark.parametrize("role", ["reward", "teacher"])
+def test_servers_must_fill_a_pool_that_verl_cuts_into_them(role, job):
+    server = ServerFacts(name="vllm", ranks_per_replica=3, own_nodes=(4,))
+    error = job_refusal({}, own_job(job, role, server))
+    assert error.found == "3 ranks for one vllm server"
+
+
+def test_rollout_may_leave_a_part_of_its_pool_alone(job):
+    server = ServerFacts(name="vllm", ranks_per_replica=3, own_nodes=(8,))
+    facts = own_job(job, "rollout", server)
+    placement = place({}, facts)
+    check_job(placement, facts)
+    assert placement.reserved == {"rollout": (3, 3)}
+
+
+def test_a_server_of_two_nodes_reserves_a_group_on_each(job):
+    server = ServerFacts(name="vllm", ranks_per_replica=8, own_nodes=(4, 4, 4, 4))
+    assert place({}, own_job(job, "rollout", server)).reserved == {"rollout": (4, 4, 4, 4)}
+    assert place({}, own_job(job, "reward", server)).reserved == {"reward": (4, 4, 4, 4)}
+
+
+# Several teachers
+
+REPLICAS = "distillation.teacher_models.*.num_replicas"
+
+
+def teachers(*sizes, own=None):
+    return ServerFacts(name="vllm", ranks_per_replica=sizes[0] if sizes else 1, replicas=sizes, own_nodes=own)
+
+
+@pytest.mark.parametrize(("sizes", "devices"), [((2, 1), (3,)), ((1, 1, 2), (4,)), ((4, 2, 2), (4, 4)), ((8,), (4, 4))])
+def test_teachers_of_different_sizes_fill_their_pool_in_order(sizes, devices, job):
+    facts = job(("actor",), teacher=teachers(*sizes, own=devices))
+    check_job(place({}, facts), facts)
+
+
+def test_teachers_that_need_more_or_fewer_devices_than_their_pool_has_are_refused(job):
+    error = job_refusal({}, job(("actor",), teacher=teachers(2, 1, own=(4,))))
+    assert error.subject == REPLICAS
+    assert error.found == "3: servers of 2, 1 ranks"
+    assert "distillation.nnodes=1 distillation.n_gpus_per_node=3" in error.remedy
+    error = job_refusal({"actor": [0], "teacher": [1, 2]}, job(("actor",), teacher=teachers(2, 1, own=())))
+    assert "sharding.roles.teacher.devices=[0,1,2]" in error.remedy
+
+
+def test_teachers_without_any_server_are_refused(job):
+    assert "servers of no teacher ranks" in job_refusal({}, job(("actor",), teacher=teachers(own=(4,)))).found
+
+
+def test_a_teacher_that_straddles_two_nodes_is_refused(job):
+    error = job_refusal({}, job(("actor",), teacher=teachers(3, 4, 1, own=(4, 4))))
+    assert error.subject == REPLICAS
+    assert error.found == "a server of 4 ranks from device 3 of the pool on, across the border of a node"

@@ -1,0 +1,107 @@
+"""What verl or torch asserts of a PPO job only once its processes run: meshes of FSDP, and the trainer of separate_async."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl_ext_sharding.config.measures import ENGINE_BLOCK
+from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.placement.bundles import Placement
+from verl_ext_sharding.placement.job import JobFacts
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_BATCH = "data.train_batch_size"
+_MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
+
+def check_asserts(values: Mapping[str, Any], facts: JobFacts, placement: Placement) -> None:
+    """Refuses what would fail minutes later, with all that Ray has started by then.
+
+    Args:
+        values: verl's resolved values by dotted key, with what the request set.
+        facts: The job, read from the same values.
+        placement: Where its roles run.
+
+    Raises:
+        ConfigError: Names the key and what to write.
+    """
+    for role in facts.engines:
+        _check_shard_groups(role, values, facts, placement)
+    if facts.mode == "separate_async":
+        _check_separate_async(values, facts)
+
+
+def _check_shard_groups(role: str, values: Mapping[str, Any], facts: JobFacts, placement: Placement) -> None:
+    """Groups of `fsdp_size` ranks must be all of the ranks.
+
+    verl's mesh has `ranks // fsdp_size` rows (`create_device_mesh`, workers/engine/fsdp/utils.py), so a rest of the ranks is
+    in no mesh; VeOmni asserts the same of its data-parallel ranks (workers/engine/veomni/transformer_impl.py).
+    """
+    engine, ranks = facts.engines[role], placement.processes_of(role)
+    if engine.strategy in ("fsdp", "fsdp2"):
+        key = f"{ENGINE_BLOCK[role]}.fsdp_size"
+    elif engine.strategy == "veomni":
+        key = f"{ENGINE_BLOCK[role].rpartition('.')[0]}.veomni.fsdp_size"
+        ranks //= engine.model_parallel_size
+    else:
+        return
+    size = values.get(key)
+    if not ranks or not isinstance(size, int) or size < 0 or size >= ranks or (size and ranks % size == 0):
+        return
+    fitting = max(n for n in range(1, max(1, size) + 1) if ranks % n == 0)
+    raise ConfigError(
+        key,
+        expected=f"-1, or a size that divides the {ranks} data-parallel ranks of {role}"
+        if engine.strategy == "veomni"
+        else f"-1, or a size that divides the {ranks} ranks of {role}",
+        found=f"{size}: {ranks % size} ranks would be in no group" if size else "0",
+        consequence="the run does not start",
+        remedy=f"{key}=-1 (one group of all)" + (f", or {key}={fitting}" if size else ""),
+    )
+
+
+def _check_separate_async(values: Mapping[str, Any], facts: JobFacts) -> None:
+    """As `PPOTrainerSeparateAsync.__init__` (trainer/ppo/v1/trainer_separate_async.py); `check_servers` sees to its pool."""
+    mode, mini, steps = (
+        "trainer.v1.trainer_mode=separate_async",
+        facts.engines["actor"].mini_batch_size,
+        facts.parameter_sync_step,
+    )
+    if mini is not None and facts.train_batch_size != steps * mini:
+        other = f", or {_MINI_BATCH}={facts.train_batch_size // steps}" if facts.train_batch_size % steps == 0 else ""
+        raise ConfigError(
+            _BATCH,
+            expected=f"{steps * mini} with {mode}: parameter_sync_step={steps} x {_MINI_BATCH}={mini}",
+            found=str(facts.train_batch_size),
+            consequence="the run does not start",
+            remedy=f"{_BATCH}={steps * mini}{other}",
+        )
+    backend = f"{_ROLLOUT}.checkpoint_engine.backend"
+    if values.get(backend, "naive") == "naive":
+        raise ConfigError(
+            backend,
+            expected=f"nccl, nixl, mooncake or another that sends weights to other devices, with {mode}",
+            found="naive, which hands them over on the same device",
+            consequence="the run does not start",
+            remedy=f"{backend}={'hccl' if values.get('trainer.device') == 'npu' else 'nccl'}",
+        )
+    if facts.reward is not None and facts.reward.own_nodes is None:
+        raise ConfigError(
+            "reward.reward_model.enable_resource_pool",
+            expected=f"True with {mode}: its rollout never pauses, so no device becomes free for a reward model",
+            found="False: the reward model on the actor's devices",
+            consequence="the run does not start",
+            remedy="sharding.roles.reward.devices=[...] without the actor's devices, or "
+            "reward.reward_model.enable_resource_pool=True reward.reward_model.nnodes=1 "
+            f"reward.reward_model.n_gpus_per_node={facts.reward.ranks_per_replica}",
+        )
+    switch = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
+    if facts.hybrid_rollout and values.get(switch) and values.get(f"{_ROLLOUT}.disaggregation.enabled"):
+        raise ConfigError(
+            switch,
+            expected=f"False with {_ROLLOUT}.disaggregation.enabled=True",
+            found="True",
+            consequence="the run does not start",
+            remedy=f"{switch}=False, or {_ROLLOUT}.disaggregation.enabled=False",
+        )
