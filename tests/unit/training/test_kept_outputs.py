@@ -99,7 +99,9 @@ def test_gpt_oss_whose_experts_change_their_products_in_place_has_the_gradients_
     model = GptOssForCausalLM(config).train()
     reference = step(model, batch(padded=0), use_cache=False)
     Selective(keep).apply(model)
-    assert_same(reference, step(model, batch(padded=0), use_cache=False))
+    found = step(model, batch(padded=0), use_cache=False)
+    # not to the bit: threads add up the gradients of gathered experts in any order
+    assert_same(reference, found, rtol=1e-5, atol=1e-7)
 
 
 def test_a_copy_is_made_of_what_changes_alone():
