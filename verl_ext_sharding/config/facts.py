@@ -13,17 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, MODEL_BLOCK
 from verl_ext_sharding.config.values import whole_number
 from verl_ext_sharding.errors import ConfigError, did_you_mean
-from verl_ext_sharding.placement.job import EngineFacts, JobFacts, MicroBatch, ServerFacts
-
-_MODEL_PARALLEL = {
-    "megatron": ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    "torchtitan": ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"),
-    "veomni": ("ulysses_parallel_size",),
-}
-"""Keys below the block of a strategy whose product is the ranks that one sample takes; FSDP has `_ULYSSES`.
-
-By the first the engine multiplies a token budget (`sp_size` in verl/workers/engine/*/transformer_impl.py).
-"""
+from verl_ext_sharding.placement.job import MODEL_PARALLEL, EngineFacts, JobFacts, MicroBatch, ServerFacts
 
 _ULYSSES = "ulysses_sequence_parallel_size"
 
@@ -111,7 +101,7 @@ def _actor_log_probs(config: DictConfig) -> bool:
 def _engine(config: DictConfig, role: str, worker: str, *, trains: bool = True) -> EngineFacts:
     block = ENGINE_BLOCK[role].rpartition(".")[0]
     strategy = _strategy(config, role, block)
-    names = _MODEL_PARALLEL.get(strategy, ())
+    names = MODEL_PARALLEL.get(strategy, ())
     sequence = tuple(f"{block}.{strategy}.{name}" for name in names[:1]) or _ulysses_keys(config, role, block)
     sequence_parallel = _count(config, sequence[0], 1)
     others = math.prod(_count(config, f"{block}.{strategy}.{name}", 1) for name in names[1:])
@@ -143,13 +133,13 @@ def _strategy(config: DictConfig, role: str, block: str) -> str:
     key = f"{block}.strategy"
     strategy = str(_get(config, key, "fsdp"))
     there = _get(config, block, {})
-    known = [name for name in _MODEL_PARALLEL if name in there]
+    known = [name for name in MODEL_PARALLEL if name in there]
     if ENGINE_BLOCK[role].rpartition(".")[2] in there:
         known += _FSDP[:2] if role == "critic" else _FSDP  # fsdp_turbo has no value model
     model = MODEL_BLOCK[role]
     if not known or strategy in known or _get(config, f"{model}.external_lib", None) is not None:
         return strategy
-    engine = strategy if strategy in _MODEL_PARALLEL else "dp" if strategy in _FSDP[:2] else None
+    engine = strategy if strategy in MODEL_PARALLEL else "dp" if strategy in _FSDP[:2] else None
     instead = f"model_engine={engine}, or " if engine else ""
     raise ConfigError(
         key,
@@ -205,7 +195,7 @@ def _micro_batches(config: DictConfig, role: str, block: str, strategy: str) -> 
 
 def critic_engine(strategy: str) -> str:
     """verl's block of the critic's engine."""
-    return f"critic.{strategy}" if strategy in _MODEL_PARALLEL else ENGINE_BLOCK["critic"]
+    return f"critic.{strategy}" if strategy in MODEL_PARALLEL else ENGINE_BLOCK["critic"]
 
 
 def _server(config: DictConfig, block: str, own_nodes: tuple[int, ...] | None = None) -> ServerFacts:

@@ -10,14 +10,8 @@ from collections.abc import Sequence
 from verl_ext_sharding.placement.batches import check_batches, refusal
 from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.placement.devices import format_devices
-from verl_ext_sharding.placement.job import EngineFacts, JobFacts
+from verl_ext_sharding.placement.job import MODEL_PARALLEL, EngineFacts, JobFacts
 from verl_ext_sharding.placement.servers import check_servers, servers_fit
-
-_PARALLEL_SIZES = {
-    "megatron": ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    "torchtitan": ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"),
-}
-"""Sizes of the strategies that split more than sequences, below the strategy's block."""
 
 
 def check_job(placement: Placement, facts: JobFacts) -> None:
@@ -65,9 +59,10 @@ def _ways_to_divide(role: str, engine: EngineFacts, placement: Placement, facts:
 
     better = placement.nearest(devices, fits)
     smaller = max(n for n in range(1, size) if len(devices) % n == 0)
-    if engine.strategy in _PARALLEL_SIZES:
+    names = MODEL_PARALLEL.get(engine.strategy, ())
+    if len(names) > 1:
         block = "critic" if role == "critic" else f"actor_rollout_ref.{role}"
-        sizes = " x ".join(f"{block}.{engine.strategy}.{name}" for name in _PARALLEL_SIZES[engine.strategy])
+        sizes = " x ".join(f"{block}.{engine.strategy}.{name}" for name in names)
         lower = f"a product of {smaller} of {sizes} (now {size})"
     else:
         lower = " ".join(f"{key}={smaller}" for key in engine.sequence_parallel_keys)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
-
-TrainerMode = Literal["sync", "colocate_async", "separate_async"]
 
 TRAINED_ROLES = ("actor", "ref", "critic")
 SERVED_ROLES = ("reward", "teacher")
+
+MODEL_PARALLEL = {
+    "megatron": ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    "torchtitan": ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"),
+    "veomni": ("ulysses_parallel_size",),
+}
+"""Keys below the block of a strategy whose product is the ranks that one sample takes; FSDP has Ulysses' key alone.
+
+By the first the engine multiplies a token budget (`sp_size` in verl/workers/engine/*/transformer_impl.py).
+"""
 
 
 @dataclass(kw_only=True, frozen=True)
