@@ -440,7 +440,12 @@ def test_the_json_of_a_placement_is_stable_and_plain(job):
 def test_a_promise_survives_the_way_through_the_environment(accelerator_id, visible):
     variable = "CUDA_VISIBLE_DEVICES" if visible else ""
     promise = Promise(
-        device=3, node_id="0a1b", accelerator_id=accelerator_id, visible=visible, visible_variable=variable
+        device=3,
+        devices=(3, 1) if visible else (),
+        node_id="0a1b",
+        accelerator_id=accelerator_id,
+        visible=visible,
+        visible_variable=variable,
     )
     again = Promise.from_json(promise.to_json())
     assert again == promise

@@ -56,6 +56,8 @@ def test_one_process_of_each_role_has_all_of_its_devices(spread):
     assert engines["actor"] == "CpuDeviceMapEngineWithLMHead"
     assert engines["critic"] == "CpuDeviceMapEngineWithValueHead"
     assert engines["ref"] == "CpuEngineWithLMHead"
+    devices = {row["role"]: row["devices"] for row in spread.rows}
+    assert devices == {"actor": [0, 2], "rollout": [0], "critic": [1, 3], "ref": [3]}
     visible = {row["role"]: row["visible"] for row in spread.rows}
     assert (visible["actor"], visible["critic"], visible["ref"]) == ("0,2", "1,3", "3")
 

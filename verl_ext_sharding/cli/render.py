@@ -108,6 +108,18 @@ def show_settings(settings: Sequence[Setting]) -> None:
 
 def show_read_back(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints the devices that the workers really have."""
-    columns = ("role", "rank", "device", "node", "accelerator", "worker", "engine", "pid")
-    cells = [tuple(row[column] for column in columns) for row in rows]
+    columns = ("role", "rank", "devices", "node", "accelerators", "worker", "engine", "pid")
+    cells = [
+        (
+            row["role"],
+            row["rank"],
+            ",".join(map(str, row["devices"])) or None,
+            row["node"],
+            row["accelerator"],
+            row["worker"],
+            row["engine"],
+            row["pid"],
+        )
+        for row in rows
+    ]
     show(table("Roles and devices (read back from the workers)", columns, cells))

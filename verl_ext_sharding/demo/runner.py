@@ -131,8 +131,9 @@ def _summarise(observed: Observed, steps: int, total_s: float) -> int:
     rows: list[tuple[Any, ...]] = []
     for role in dict.fromkeys(row["role"] for row in observed.rows):
         mine = [row for row in observed.rows if row["role"] == role]
-        known = sorted({row["device"] for row in mine if row["device"] is not None})
-        accelerators = sorted({int(row["accelerator"]) for row in mine if row["accelerator"].isdigit()})
+        known = sorted({device for row in mine for device in row["devices"]})
+        ids = [number for row in mine for number in row["accelerator"].split(",")]
+        accelerators = sorted({int(number) for number in ids if number.isdigit()})
         rows.append(
             (
                 role,

@@ -163,13 +163,15 @@ class Promise:
         device: Device number of the job.
         node_id: Ray's id of the node.
         accelerator_id: Id of the accelerator on that node, as Ray spells it.
-        visible: Ids of all accelerators that the process sees, in the role's order; empty for that one alone.
+        devices: All devices of the process, the first of them `device`; empty for that one alone.
+        visible: Ids of these accelerators, in the same order.
         visible_variable: Environment variable that names them, such as `CUDA_VISIBLE_DEVICES`.
     """
 
     device: int
     node_id: str
     accelerator_id: str
+    devices: tuple[int, ...] = ()
     visible: tuple[str, ...] = ()
     visible_variable: str = ""
 
@@ -202,7 +204,7 @@ class Promise:
     def from_json(cls, text: str) -> Promise:
         """The inverse of `to_json`."""
         fields = json.loads(text)
-        return cls(**fields | {"visible": tuple(fields["visible"])})
+        return cls(**fields | {"devices": tuple(fields["devices"]), "visible": tuple(fields["visible"])})
 
 
 def place(

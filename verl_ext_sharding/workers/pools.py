@@ -222,6 +222,7 @@ def _with_all_devices(pool: Pool, bundles: dict[int, Bundle]) -> Bundle:
         )
     promise = replace(
         first.promise,
+        devices=pool.devices,
         visible=tuple(bundles[device].promise.accelerator_id for device in pool.devices),
         visible_variable=get_platform().visible_devices_envvar(),
     )

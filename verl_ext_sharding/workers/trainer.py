@@ -126,8 +126,8 @@ def read_back_devices(trainer: Any) -> list[dict[str, Any]]:
         answers = ray.get([worker.__ray_call__.remote(read_back, accelerator) for worker in replica.workers])
         pids = ray.get([server.__ray_call__.remote(lambda _: os.getpid()) for server in replica.servers])
         for answer in answers:
-            row = _row(role, replica.replica_rank, answer)
-            rows.append(row | {"worker": type(replica).__name__, "engine": replica.config.name, "pid": pids[0]})
+            server = {"worker": type(replica).__name__, "engine": replica.config.name, "pid": pids[0]}
+            rows.append(_row(role, replica.replica_rank, answer, alone=True) | server)
     return rows
 
 
@@ -174,19 +174,22 @@ def _groups(trainer: Any) -> dict[str, Any]:
     return groups
 
 
-def _row(role: str, rank: int, answer: dict[str, Any]) -> dict[str, Any]:
+def _row(role: str, rank: int, answer: dict[str, Any], *, alone: bool = False) -> dict[str, Any]:
+    """What the table says of one process; `alone`: it uses the first of the devices that it sees."""
     promise = Promise.from_json(answer["promise"]) if answer["promise"] else None
     if promise is not None:
         subject = f"{role} rank {rank} on device {promise.device}"
         promise.verify(subject, node_id=answer["node_id"], accelerator_id=answer["accelerator_id"])
     ours = [part for part in answer["worker_classes"] if role in part.split("_") or part == ""]
     part = ours[0] if ours else next(iter(answer["worker_classes"]))
+    several = promise is not None and len(promise.devices) > 1 and not alone
     return {
         "role": role,
         "rank": rank,
         "device": promise.device if promise else None,
+        "devices": list(promise.devices) if promise and several else [promise.device] if promise else [],
         "node": answer["node"],
-        "accelerator": answer["accelerator_id"],
+        "accelerator": answer["visible_devices"] if several else answer["accelerator_id"],
         "visible": answer["visible_devices"],
         "worker": answer["worker_classes"][part],
         "engine": answer["engines"][part],
