@@ -11,9 +11,10 @@ policies  actor engine: GiB kept between forward and backward, peak GiB, ms (med
           new lengths from the third on, and how often layers were compiled anew meanwhile. `stock` is verl's engine as it
           is without flash-attn: padded sdpa, and log-probs row by row.
 padding   packed sequences with varlen against padded ones with sdpa, for sequences of mixed lengths.
-update    one update (optimizer included) of actor and critic, same model and tokens.
+update    updates (optimizer included) of actor and critic, same model and tokens: at rest, and peak of each card.
 layers    one process: the model on one device, over two by layers, and over two with less memory than it needs on one
           (two CUDA devices; compare `torchrun --nproc-per-node 2 ... --parts policies`, whose ranks have `--rows` each).
+offloads  updates of the actor (optimizer included) with each combination of offload: at rest, and peak of each card.
 idle      verl's engine against ours with nothing to do, alternating.
 
 Liger's kernels are among the policies where liger-kernel is installed.
@@ -61,6 +62,16 @@ POLICIES: dict[str, Any] = {
     **{f"budget {share}": {"budget": share} for share in (0.7, 0.5, 0.2, 0.05, 0.0)},
     "auto": True,
 }
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "optimizer": {"optimizer_offload": True},
+    "optimizer: step": {"optimizer_per_step": True},
+    "params": {"param_offload": True},
+    "params, optimizer": {"param_offload": True, "optimizer_offload": True},
+    "activations": {"offload_activations": True},
+    "all": {"param_offload": True, "optimizer_offload": True, "offload_activations": True},
+}
+"""`*_offload`: verl's own switches of its engine; the others are measures of ours."""
 
 
 def spec_text(role: str, measures: RoleMeasures, guards: Guards | None = None) -> str:
@@ -106,8 +117,10 @@ class Bench:
         torch.distributed.barrier()
         return folder
 
-    def worker(self, role: str, measures: RoleMeasures | None, *, packed: bool = True, liger: bool = False) -> Any:
-        """verl's training worker. Measures of None: verl's own engine class."""
+    def worker(
+        self, role: str, measures: RoleMeasures | None, *, packed: bool = True, liger: bool = False, **engine: Any
+    ) -> Any:
+        """verl's training worker. Measures of None: verl's own engine class. `engine`: fields of its config."""
         from verl.trainer.config import CheckpointConfig
         from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
         from verl.workers.engine_workers import TrainingWorker
@@ -130,6 +143,7 @@ class Bench:
                 use_torch_compile=not self.args.tiny,
                 model_dtype=self.args.dtype,
                 **sizes,
+                **engine,
             ),
             optimizer_config=FSDPOptimizerConfig(lr=1e-6, total_training_steps=1000),
             checkpoint_config=CheckpointConfig(),
@@ -338,22 +352,40 @@ class Bench:
         rows = []
         for role in ("actor", "critic"):
             logits = "auto" if role == "actor" else None
-            measures = RoleMeasures(attention="auto", logits=logits, checkpointing=True)
-            worker = self.worker(role, measures)
-            seconds = []
-            for seed in range(2 + self.args.steps):
-                data = self.data(self.lengths, seed=seed)
-                self.synchronize()
-                if self.device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                start = time.perf_counter()
-                worker.train_batch(data)
-                self.synchronize()
-                seconds.append(time.perf_counter() - start)
-            rows.append([role, f"{statistics.median(seconds[2:]) * 1e3:.0f}", f"{self.allocated(peak=True):.2f}"])
+            worker = self.worker(role, RoleMeasures(attention="auto", logits=logits, checkpointing=True))
+            rows.append([role, *self._trained(worker)])
             del worker
             self.free()
-        self.table("one update, optimizer included", ("role", "ms", "peak GiB"), rows)
+        self.table("one update, optimizer included", ("role", "ms", "at rest GiB", "peak GiB"), rows)
+
+    def offloads(self) -> None:
+        rows = []
+        for name, asked in OFFLOADS.items():
+            engine = {key: value for key, value in asked.items() if key in ("param_offload", "optimizer_offload")}
+            ours = {key: value for key, value in asked.items() if key not in engine}
+            measures = RoleMeasures(attention="auto", logits="auto", checkpointing=True, **ours)
+            worker = self.worker("actor", measures, **engine)
+            rows.append([name, *self._trained(worker)])
+            del worker
+            self.free()
+        self.table("actor updates, optimizer included", ("offload", "ms", "at rest GiB", "peak GiB"), rows)
+
+    def _trained(self, worker: Any) -> tuple[str, str, str]:
+        """Updates: median ms, GiB at rest after one and peak GiB, both of each card."""
+        seconds = []
+        for seed in range(2 + self.args.steps):
+            data = self.data(self.lengths, seed=seed)
+            self.synchronize()
+            if self.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            worker.train_batch(data)
+            self.synchronize()
+            seconds.append(time.perf_counter() - start)
+        cards: list[tuple[float, float]] = [(0.0, 0.0)] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(cards, (self.allocated(), self.allocated(peak=True)))
+        rest, peak = (" / ".join(f"{one:.2f}" for one in found) for found in zip(*cards, strict=True))
+        return f"{statistics.median(seconds[2:]) * 1e3:.0f}", rest, peak
 
     def idle(self) -> None:
         workers = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -104,6 +105,8 @@ Path({folder!r}, f"{{os.getpid()}}.json").write_text(json.dumps([os.environ.get(
 overwrites what `/proc` says of its environment."""
 PROCESSES = ("WorkerDict", "vLLMHttpServer", "EngineCore", "VLLM::Worker")
 """Kinds of processes that communicate, by what is in their titles."""
+COMPARED = ("critic/score/mean", "critic/vf_loss", "critic/grad_norm", "actor/entropy", "actor/grad_norm")
+"""Metrics of the first step, which layouts share within what bf16 rounds and the samples that differ for it."""
 PHASES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights")
 
 
@@ -142,6 +145,9 @@ def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Names
         f"actor_rollout_ref.rollout.gpu_memory_utilization={args.gpu_memory_utilization}",
         "actor_rollout_ref.rollout.enforce_eager=True",
         "actor_rollout_ref.rollout.agent.num_workers=1",
+        # a seed for each sample, so that layouts can be compared: samples differ where bf16 rounds to another token
+        "++actor_rollout_ref.rollout.agent.agent_loop_manager_class="
+        "verl_ext_sharding.rollout.agent_loop.SeededAgentLoopManager",
         "reward.num_workers=1",
         "+ray_kwargs.ray_init.include_dashboard=False",  # its start can take a minute, and nothing here reads it
         f"reward.custom_reward_function.path={files.reward}",
@@ -176,6 +182,8 @@ class Run:
             "RAY_DEDUP_LOGS": "0",
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
             "HF_HUB_OFFLINE": "1",
+            "NCCL_DEBUG": "INFO",  # says over what each pair of ranks is connected
+            "NCCL_DEBUG_SUBSYS": "INIT",
             "RAY_ADDRESS": "local",
         }
         if gpu is not None:
@@ -233,13 +241,14 @@ class Run:
             if self.metrics.exists()
             else []
         )
-        last = steps[-1] if steps else {}
+        first, last = (steps[0], steps[-1]) if steps else ({}, {})
         peak = {name.split("/")[0]: value for name, value in last.items() if name.endswith("max_memory_allocated_gb")}
         return {
             "layout": self.layout,
             "exit": str(self.process.returncode),
             "devices read back": " ".join(f"{role}:{','.join(ids)}" for role, ids in sorted(roles.items())),
             "communication": self.communication(),
+            "NCCL": " ".join(sorted(set(re.findall(r"Channel .* via (\S+)", text)))) or "n/a",
             "error": self.error(text),
             "steps": str(len(steps)),
             "step s": f"{last['timing_s/step']:.1f}" if last else "n/a",
@@ -247,7 +256,7 @@ class Run:
             or "n/a",
             "peak GiB by role": " ".join(f"{role}:{gib:.1f}" for role, gib in peak.items()) or "n/a",
             "prob diff max": f"{last.get('training/rollout_probs_diff_max', float('nan')):.1e}",
-            "reward": f"{last.get('critic/score/mean', float('nan')):.3f}",
+            "first step": " ".join(f"{name}:{first[name]:.4g}" for name in COMPARED if name in first) or "n/a",
             "wall s": f"{self.wall_s:.0f}",
         }
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+ROLE = "<role>"
+"""Stands in an error's fields for a role that what raises it does not know; see `ShardingError.name_role`."""
+
 
 class ShardingError(Exception):
     """Base of every error that this package raises on purpose.
@@ -24,6 +27,11 @@ class ShardingError(Exception):
         self.found = found
         self.consequence = consequence
         self.remedy = remedy
+
+    def name_role(self, role: str) -> None:
+        """Puts a role in place of `ROLE` in every field, so that the fix can be typed as it stands."""
+        for field in ("subject", "expected", "found", "consequence", "remedy"):
+            setattr(self, field, getattr(self, field).replace(ROLE, role))
 
     def __str__(self) -> str:
         return (

@@ -29,6 +29,15 @@ def test_an_error_survives_pickling_with_its_class_and_parts(cls, protocol):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
+def test_a_role_is_named_in_every_part_once_it_is_known(cls):
+    error = cls("<role>.x", **{part: f"{text} of <role>" for part, text in FIELDS.items()})
+    error.name_role("critic")
+    assert "<role>" not in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert error.remedy == "x=8 of critic"
+
+
+@pytest.mark.parametrize("cls", CLASSES)
 def test_no_part_may_be_left_out(cls):
     for part in FIELDS:
         with pytest.raises(TypeError):

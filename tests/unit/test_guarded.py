@@ -16,7 +16,7 @@ from verl_ext_sharding import envs  # noqa: E402
 from verl_ext_sharding.config.guards import Guards  # noqa: E402
 from verl_ext_sharding.config.spec import RunSpec  # noqa: E402
 from verl_ext_sharding.engines.guarded import GuardedEngineMixin, without  # noqa: E402
-from verl_ext_sharding.errors import TokenIdError  # noqa: E402
+from verl_ext_sharding.errors import ConfigError, TokenIdError  # noqa: E402
 from verl_ext_sharding.placement.bundles import place  # noqa: E402
 
 ROWS, TOKENS, PAD = 10, 8, 1
@@ -265,6 +265,15 @@ def test_an_assert_of_the_device_is_explained_with_role_batch_and_seed(engine):
     assert "2 sequences, 5 tokens, ids 2 to 6" in text
     assert "data.seed=11" in text
     assert caught.value.__cause__ is guarded.failure
+
+
+def test_an_error_of_ours_names_the_engines_role(engine):
+    guarded = engine("error")
+    fields = {"expected": "a", "found": "b", "consequence": "the run stops"}
+    guarded.failure = ConfigError("x", **fields, remedy="sharding.roles.<role>.gradient_checkpointing=full")
+    with pytest.raises(ConfigError) as caught:
+        guarded.forward_backward_batch(batch([2, 3]), None)
+    assert caught.value.remedy == "sharding.roles.critic.gradient_checkpointing=full"
 
 
 def test_other_errors_are_raised_as_they_are(engine):

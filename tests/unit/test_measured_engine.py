@@ -12,11 +12,13 @@ import torch
 import verl.utils.torch_functional as verl_functional
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.utils.tensordict_utils import get_tensordict
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.config.schema import ActorConfig, RefConfig
 from verl_ext_sharding.config.translate import role_changes
 from verl_ext_sharding.engines.cpu import CpuEngineWithLMHead
+from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.patch_points import logprobs as patch
 
 LENGTHS = (4, 2)
@@ -60,6 +62,18 @@ def test_a_reference_has_its_logits_where_verls_fused_kernels_of_the_actor_repla
     engine(logits)._apply_logits(reference, logits)
     monkeypatch.setattr(Qwen2ForCausalLM, "forward", forward_with_torch_backend)
     assert torch.equal(reference(input_ids=ids, use_cache=False).logits, expected)
+
+
+def test_an_error_while_the_model_is_built_names_the_engines_role(monkeypatch):
+    fields = {"expected": "a", "found": "b", "consequence": "the run stops"}
+    error = ConfigError("x", **fields, remedy="set sharding.roles.<role>.logits=chunked")
+
+    def fails(self):
+        raise error
+
+    monkeypatch.setattr(FSDPEngine, "initialize", fails)
+    with pytest.raises(ConfigError, match=r"set sharding\.roles\.ref\.logits=chunked"):
+        engine("fused").initialize()
 
 
 # Entropy that is computed again in the backward pass

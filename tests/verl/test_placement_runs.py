@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.verl import harness
-from tests.verl.conftest import SAVED, STEPS, placed
+from tests.verl.conftest import SAVED, STEPS
 
 pytestmark = pytest.mark.verl
 
@@ -73,10 +73,3 @@ def test_grpo_trains_with_a_reference_of_its_own_and_validates(grpo):
     harness.assert_trained(grpo, STEPS)
     assert grpo.placement == {"actor": [1, 3], "rollout": [1, 3], "ref": [0], "reward": [2]}
     assert any(name.startswith("val-") for name in grpo.metrics[STEPS])
-
-
-def test_the_colocated_async_trainer_places_its_roles_too(tmp_path):
-    lines = harness.base_overrides(2) + placed(actor=[0, 1], critic=[2], ref=[3])
-    job = harness.run_trainer(tmp_path, [*lines, "trainer.v1.trainer_mode=colocate_async"])
-    harness.assert_trained(job, 2)
-    assert job.placement == {"actor": [0, 1], "rollout": [0, 1], "critic": [2], "ref": [3]}

@@ -22,12 +22,17 @@ pytestmark = pytest.mark.verl
 
 @pytest.fixture(scope="module")
 def killed(reward_model, tmp_path_factory):
-    """The reward server, on a device of its own, is killed once the first step is done."""
+    """The reward server, on a device of its own, is killed once the first step is done; the trainer is another of verl's."""
     folder = tmp_path_factory.mktemp("killed")
     output = folder / "live.log"
     killer = threading.Thread(target=_kill_servers, args=(output, folder / "metrics.jsonl"), daemon=True)
     killer.start()
-    lines = [*grpo_overrides(reward_model, 20), *placed(actor=[0, 1], reward=[2])]
+    lines = [
+        *grpo_overrides(reward_model, 20),
+        *placed(actor=[0, 1], reward=[2], ref=[3]),
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "trainer.v1.trainer_mode=colocate_async",
+    ]
     started = time.monotonic()
     job = harness.run_trainer(folder, lines, live=output)
     return job, time.monotonic() - started
@@ -76,9 +81,13 @@ def test_scores_are_those_of_transformers_itself(grpo, reward_model):
         assert sample["score"] == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_colocated_async_trainer_places_its_roles_too(killed):
+    job, _ = killed
+    assert job.placement == {"actor": [0, 1], "rollout": [0, 1], "reward": [2], "ref": [3]}
+
+
 def test_a_killed_reward_server_ends_the_run_with_what_is_missing(killed):
     job, _ = killed
-    assert job.placement["reward"] == [2]
     assert 1 <= len(job.metrics) < 20
     assert job.code != 0
     assert "server of the reward model" in job.output

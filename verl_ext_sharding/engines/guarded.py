@@ -12,7 +12,7 @@ from verl.utils.metric import Metric
 
 from verl_ext_sharding.config import spec
 from verl_ext_sharding.config.guards import Guards
-from verl_ext_sharding.errors import TokenIdError
+from verl_ext_sharding.errors import ShardingError, TokenIdError
 from verl_ext_sharding.training import alignment
 from verl_ext_sharding.training.device_asserts import explain_device_assert
 from verl_ext_sharding.training.guards import KINDS, Checked, TokenGuard
@@ -67,6 +67,9 @@ class GuardedEngineMixin:
         checked = self._check(data)
         try:
             return super().forward_backward_batch(data, loss_function, forward_only=forward_only)  # type: ignore[misc]
+        except ShardingError as error:
+            error.name_role(self.role)
+            raise
         except Exception as error:
             run = spec.current()
             text = explain_device_assert(

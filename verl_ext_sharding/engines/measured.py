@@ -23,6 +23,7 @@ from verl_ext_sharding.config import spec
 from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.engines.checkpoints import HostCheckpointMixin
 from verl_ext_sharding.engines.meta_init import MetaInitMixin
+from verl_ext_sharding.errors import ShardingError
 from verl_ext_sharding.patch_points.logprobs import ENTROPY, LogitsPath, logits_path
 from verl_ext_sharding.patching import original
 from verl_ext_sharding.training import attention, checkpointing, lm_head, logprobs
@@ -115,7 +116,11 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin):
 
     def initialize(self) -> None:
         """As verl's; says what was done for the role."""
-        super().initialize()
+        try:
+            super().initialize()
+        except ShardingError as error:
+            error.name_role(self.role)
+            raise
         if self.applied and self.rank == 0:
             words = "; ".join(f"{name}: {how}" for name, how in self.applied.items())
             logger.info("memory of %s: %s", self.role, words)

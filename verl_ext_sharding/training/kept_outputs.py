@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training.saved_bytes import is_plain
 
 Keeps = Callable[[Any, tuple[Any, ...]], bool]
@@ -84,9 +85,12 @@ class _Held:
             return self._unpack(self._packed)
         assert self._tensor is not None
         if self._tensor._version != self._version:
-            raise RuntimeError(
-                "selective checkpointing: an output that a layer keeps was changed in place after the layer had run, or by"
-                " an operator that does not say so; set sharding.roles.<role>.gradient_checkpointing=full"
+            raise ConfigError(
+                "sharding.roles.<role>.gradient_checkpointing=selective",
+                expected="outputs that stay as a layer computed them",
+                found="one that was changed in place after the layer had run, or by an operator that does not say so",
+                consequence="gradients would be wrong, and the run stops",
+                remedy="sharding.roles.<role>.gradient_checkpointing=full",
             )
         return self._tensor
 
