@@ -10,7 +10,7 @@ ray_exceptions = pytest.importorskip("ray.exceptions")
 
 from verl_ext_sharding.errors import RewardServerError  # noqa: E402
 from verl_ext_sharding.rollout import reward_metrics  # noqa: E402
-from verl_ext_sharding.workers import trainer as workers_trainer  # noqa: E402
+from verl_ext_sharding.workers import prompt_failures  # noqa: E402
 
 DIED = ray_exceptions.ActorDiedError()
 
@@ -40,7 +40,7 @@ def trainer_with(rollout, reward):
     ],
 )
 def test_servers_of_rollout_come_first_and_those_of_a_reward_model_where_there_is_one(reward, expected):
-    assert list(workers_trainer._replicas(trainer_with(["a", "b"], reward))) == expected
+    assert list(prompt_failures.replicas(trainer_with(["a", "b"], reward))) == expected
 
 
 # A server that died

@@ -21,7 +21,7 @@ from verl.utils.fs import copy_to_local
 from verl_ext_sharding import rollout
 from verl_ext_sharding.config.reward_limits import MODEL_PATH, embedding_rows, reward_limit
 from verl_ext_sharding.config.translate import request_of
-from verl_ext_sharding.errors import ConfigError, RewardServerError
+from verl_ext_sharding.errors import ConfigError, RewardServerError, ShardingError
 from verl_ext_sharding.rollout.reward_inputs import RewardInput, RewardTemplate, check_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,9 @@ class ShardingRewardLoopWorker(RewardLoopWorker):
 
     template: RewardTemplate | None = None
     """Set where verl itself asks a reward model: not for a rule, nor for a user's own function."""
+
+    first_error: ShardingError | None = None
+    """The first sample's that could not be scored, for `workers.prompt_failures`: verl logs it and goes on."""
 
     def _init_reward_fn(self) -> None:
         # Named, not `super()`: Ray copies inherited methods onto the class that it pickles.
@@ -111,6 +114,13 @@ class ShardingRewardLoopWorker(RewardLoopWorker):
             RewardInputError: The sample is too long and may not be cut.
             RewardServerError: The server doesn't answer, or answers with no finite score.
         """
+        try:
+            return await self._score(data)
+        except ShardingError as error:
+            self.first_error = self.first_error or error
+            raise
+
+    async def _score(self, data: Any) -> dict[str, Any]:
         engine = self.config.reward.reward_model.rollout.name
         if engine not in _ENDPOINTS:
             raise ConfigError(
@@ -167,7 +177,7 @@ class ShardingRewardLoopWorker(RewardLoopWorker):
             f"server of the reward model {reward_model.model_path}",
             expected=f"a score from {url}",
             found=f"{last!r} after {attempts} {'attempt' if attempts == 1 else 'attempts'}",
-            consequence="the run has no rewards",
+            consequence="the run stops, since it has no rewards",
             remedy=f"look for the first error of the {reward_model.rollout.name} reward server in the run's output or in Ray's "
             "logs (session_latest/logs); out of memory: a smaller reward.reward_model.rollout.gpu_memory_utilization, or "
             "sharding.roles.reward.devices on devices of its own",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import types
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +19,7 @@ from verl_ext_sharding.monitor import events
 from verl_ext_sharding.patch_points import reward_loop_workers
 from verl_ext_sharding.placement.bundles import Promise
 from verl_ext_sharding.placement.device_map import LayerRow
+from verl_ext_sharding.workers import prompt_failures
 from verl_ext_sharding.workers.pools import BundlePoolManager
 from verl_ext_sharding.workers.probe import communication_of, read_back
 from verl_ext_sharding.workers.role_worker import sharding_worker_class
@@ -36,6 +36,7 @@ def place_roles(trainer: Any, spec: RunSpec) -> None:
     """
     events.emit("stage", name="devices")
     trainer.on_init_end = types.MethodType(_on_init_end, trainer)
+    prompt_failures.apply(trainer)
     if reward_loop_workers.NEEDED_BY in spec.needed:
         from verl_ext_sharding.rollout import reward_metrics
 
@@ -122,22 +123,13 @@ def read_back_devices(trainer: Any) -> list[dict[str, Any]]:
     for role, group in _groups(trainer).items():
         answers = ray.get([worker.__ray_call__.remote(read_back, accelerator) for worker in group.workers])
         rows += [_row(role, rank, answer) for rank, answer in enumerate(answers)]
-    for role, replica in _replicas(trainer):
+    for role, replica in prompt_failures.replicas(trainer):
         answers = ray.get([worker.__ray_call__.remote(read_back, accelerator) for worker in replica.workers])
         pids = ray.get([server.__ray_call__.remote(lambda _: os.getpid()) for server in replica.servers])
         for answer in answers:
             server = {"worker": type(replica).__name__, "engine": replica.config.name, "pid": pids[0]}
             rows.append(_row(role, replica.replica_rank, answer, alone=True) | server)
     return rows
-
-
-def _replicas(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """Servers of rollout and reward model, with their role."""
-    for replica in trainer.llm_server_manager.get_replicas():
-        yield "rollout", replica
-    manager = trainer.reward_loop_manager.reward_model_manager
-    for replica in manager.rollout_replicas if manager is not None else ():
-        yield "reward", replica
 
 
 def read_back_layers(trainer: Any) -> dict[str, list[LayerRow]]:

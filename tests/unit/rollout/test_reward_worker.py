@@ -272,6 +272,17 @@ def test_a_score_that_is_not_finite_is_an_error_that_names_the_sample(value, mod
         score(worker(models, server), sample(uid="q-17"))
 
 
+def test_the_first_error_is_kept_for_the_trainer_to_ask(models, server):
+    made = worker(models, server)
+    score(made, sample())
+    assert made.first_error is None
+    for value in (float("nan"), float("inf")):
+        server.answers.append((200, scored("classify", value)))
+        with pytest.raises(RewardServerError):
+            score(made, sample())
+    assert "nan" in made.first_error.found
+
+
 @pytest.mark.parametrize("body", [{}, {"data": []}, {"data": [{"probs": []}]}, {"data": [{"text": "?"}]}, ["?"]])
 def test_an_answer_without_a_score_is_an_error(body, models, server):
     server.answers.append((200, body))
