@@ -42,6 +42,45 @@ def test_a_failed_run_leaves_no_process_behind(broken_critic):
     assert left == []
 
 
+FAILS = """import os
+
+import torch
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+
+def optimizer_step(self):
+    raise torch.OutOfMemoryError("no memory left on rank 1")
+
+
+if os.environ.get("RANK") == "1":
+    FSDPEngine.optimizer_step = optimizer_step
+"""
+"""A module that verl imports before it builds a model (`model.external_lib`)."""
+
+
+@pytest.fixture(scope="module")
+def out_of_memory(tmp_path_factory):
+    """One rank of the actor runs out of memory in its update, while the other waits for it to clip gradients."""
+    folder = tmp_path_factory.mktemp("out-of-memory")
+    (folder / "fails_on_rank_1.py").write_text(FAILS)
+    lines = [*harness.base_overrides(2), *placed(actor=[0, 1], critic=[2])]
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    job = harness.run_trainer(
+        folder,
+        [*lines, "actor_rollout_ref.model.external_lib=fails_on_rank_1"],
+        env={harness.RUN: str(folder), "PYTHONPATH": path},
+    )
+    return job, harness.left_by(str(folder))
+
+
+def test_a_rank_without_memory_ends_the_run_with_its_error_though_others_wait_for_it(out_of_memory):
+    job, left = out_of_memory
+    assert job.code != 0
+    assert job.metrics == {}
+    assert "OutOfMemoryError: no memory left on rank 1" in job.output
+    assert left == []
+
+
 @pytest.fixture(scope="module")
 def interrupted_demo(tmp_path_factory):
     """`verl-sharding demo`, interrupted while its workers start."""
