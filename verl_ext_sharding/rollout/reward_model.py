@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import cpu_offload, init_empty_weights
+from accelerate.hooks import remove_hook_from_module
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
 
@@ -31,17 +32,29 @@ _PROBES = (
     "The answer is four.",
     "Two and two make four, as everybody knows, and as you can check by counting.",
 )
-_ROUNDING = 0.1
-"""Share by which scores of bfloat16 weights may move when the shape of a batch changes; a wrong position moves them by
-about all of their size."""
+_ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-4}
+"""Share by which scores of weights of a dtype may move when the shape of a batch changes. A wrong position moves them by
+about all of their size, an approximation over all columns (Nystroemformer) or a convolution past the end by less."""
+
+
+_OTHER_HEADS = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "ForMultipleChoice",
+    "ForQuestionAnswering",
+    "ForTokenClassification",
+)
+"""Endings of architectures with another head. Some keep it under the name of a classifier's, with a bias or a training of
+its own: it would load without a word and score something else. A critic that verl saved is the likeliest."""
 
 
 class RewardModel:
     """A sequence-classification model and its tokenizer.
 
     Where the checkpoint's config has a pad token, transformers scores the last token that differs from it, in training
-    as here: with `pad_token_id == eos_token_id` that is the token before a final eos. Without a pad token it scores the
-    last token; batches are then padded with an id that none of their sequences ends with, which comes to the same.
+    as here: with `pad_token_id == eos_token_id` that is the token before a final eos. Without a pad token (or with -1,
+    which some configs say for none) it scores the last token; batches are then padded with an id that none of their
+    sequences ends with, which comes to the same.
 
     Args:
         model: The model, in eval mode, on its devices.
@@ -54,12 +67,14 @@ class RewardModel:
         self._model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._device = device
+        self._dtype = getattr(torch, DTYPES[serving.dtype])
         self._path = serving.path
         self._configs: tuple[Any, ...] = (model.config, model.config.get_text_config())
-        self._pad_token_id: int | None = getattr(self._configs[-1], "pad_token_id", None)
         for config in self._configs:
             config.use_cache = False  # keys and values of a prompt that nothing continues
         self.embedding_rows = int(model.get_input_embeddings().weight.shape[0])
+        pad = getattr(self._configs[-1], "pad_token_id", None)
+        self._pad_token_id: int | None = pad if pad is not None and 0 <= pad < self.embedding_rows else None
         self.max_model_len = _max_model_len(model, serving)
         self.labels = Labels(names=_label_names(model.config), problem_type=getattr(model.config, "problem_type", None))
         accelerated = [p for p in model.parameters() if p.device.type not in ("cpu", "meta")]
@@ -143,9 +158,12 @@ class RewardModel:
         """Whether scores stay the same when a sequence is padded: few models (XLNet) look at the last column, whatever
         it holds, and a model with code of its own may do anything."""
         rows = [row for row in (self.tokenized(text, True) for text in _PROBES) if row]
+        highest = max((max(row) for row in rows), default=0)
+        if highest >= self.embedding_rows:
+            raise _no_row(self._path, highest, self.embedding_rows)
         alone = torch.cat([self._logits([row], len(row)) for row in rows]).float()
         together = self._logits(rows, 2 * max(map(len, rows))).float()
-        return bool((alone - together).norm() <= _ROUNDING * alone.norm())
+        return bool((alone - together).norm() <= _ROUNDING[self._dtype] * alone.norm())
 
 
 class ParkedWeights:
@@ -248,8 +266,17 @@ def load(serving: RewardServing) -> RewardModel:
     if found["missing_keys"]:
         raise _no_classifier(serving.path, f"no weights for {', '.join(sorted(found['missing_keys'])[:3])}")
     if serving.asked.offload_params:
-        cpu_offload(model, execution_device=device)
+        _offload(model, device)
     return RewardModel(model, tokenizer, serving, device)
+
+
+def _offload(model: nn.Module, device: torch.device) -> None:
+    """Leaves the weights in host memory, each for its own module's forward pass on the device."""
+    cpu_offload(model, execution_device=device)
+    for name, module in model.named_modules():
+        if name.endswith("rel_embeddings"):  # DeBERTa's encoder reads this small table itself, past its forward
+            remove_hook_from_module(module)
+            module.to(device)
 
 
 def _execution_device(serving: RewardServing) -> torch.device:
@@ -297,7 +324,7 @@ def _room_bytes(serving: RewardServing, device: torch.device) -> int:
 
 def _require_classifier(path: str, config: PreTrainedConfig) -> None:
     architectures = getattr(config, "architectures", None) or []
-    if any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
+    if any(name.endswith(_OTHER_HEADS) for name in architectures):
         raise _no_classifier(path, ", ".join(architectures))
 
 
@@ -308,6 +335,16 @@ def _no_classifier(path: str, found: str) -> ConfigError:
         found=found,
         consequence="the reward server does not start",
         remedy=f"a reward model's checkpoint in {WHERE}.model_path; for one that generates, {WHERE}.rollout.name=vllm",
+    )
+
+
+def _no_row(path: str, token_id: int, rows: int) -> ConfigError:
+    return ConfigError(
+        f"{WHERE}.model_path={path}",
+        expected=f"a tokenizer whose ids have rows: the reward model's embedding has {rows}",
+        found=f"id {token_id} for a word or a special token",
+        consequence="the reward server does not start",
+        remedy=f"put the reward model's own tokenizer into {path}, or resize its embedding",
     )
 
 
