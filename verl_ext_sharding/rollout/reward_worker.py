@@ -21,7 +21,7 @@ from verl.utils.fs import copy_to_local
 from verl_ext_sharding import rollout
 from verl_ext_sharding.config.reward_limits import MODEL_PATH, embedding_rows, reward_limit
 from verl_ext_sharding.config.translate import request_of
-from verl_ext_sharding.errors import ConfigError, RewardServerError
+from verl_ext_sharding.errors import ConfigError, RewardServerError, ShardingError
 from verl_ext_sharding.rollout.reward_inputs import RewardInput, RewardTemplate, check_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,9 @@ class ShardingRewardLoopWorker(RewardLoopWorker):
     template: RewardTemplate | None = None
     """Set where verl itself asks a reward model: not for a rule, nor for a user's own function."""
 
+    failure: ShardingError | None = None
+    """What first failed here, for `reward_failures`."""
+
     def _init_reward_fn(self) -> None:
         # Named, not `super()`: Ray copies inherited methods onto the class that it pickles.
         RewardLoopWorker._init_reward_fn(self)
@@ -62,10 +65,11 @@ class ShardingRewardLoopWorker(RewardLoopWorker):
         hf_config = AutoConfig.from_pretrained(local_path, trust_remote_code=True).to_dict()
         tokenizer = self.reward_model_tokenizer
         model = self.config.actor_rollout_ref.model
+        rows = embedding_rows(hf_config)
         check_vocabulary(
             self.input_tokenizer,
             tokenizer,
-            rows=embedding_rows(hf_config),
+            rows=rows,
             model=reward_model.model_path,
             policy_model=model.get("tokenizer_path") or model.path,
         )
@@ -78,7 +82,19 @@ class ShardingRewardLoopWorker(RewardLoopWorker):
         )
         policy = request.guards.reward_length
         logger.info("reward inputs: at most %s tokens (%s), %s", limit.tokens, limit.source, policy)
-        return RewardTemplate(tokenizer=tokenizer, limit=limit, policy=policy)
+        return RewardTemplate(tokenizer=tokenizer, limit=limit, policy=policy, rows=rows)
+
+    async def compute_score(self, data: Any) -> dict[str, Any]:
+        """As verl's; remembers the first error of ours."""
+        try:
+            return await RewardLoopWorker.compute_score(self, data)
+        except ShardingError as error:
+            self.failure = self.failure or error
+            raise
+
+    def first_failure(self) -> ShardingError | None:
+        """What first failed, or None."""
+        return self.failure
 
     async def _preprocess_reward_inputs(self, data: Any) -> str:
         return self._prepare(data).text

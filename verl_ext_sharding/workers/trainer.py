@@ -37,9 +37,10 @@ def place_roles(trainer: Any, spec: RunSpec) -> None:
     events.emit("stage", name="devices")
     trainer.on_init_end = types.MethodType(_on_init_end, trainer)
     if reward_loop_workers.NEEDED_BY in spec.needed:
-        from verl_ext_sharding.rollout import reward_metrics
+        from verl_ext_sharding.rollout import reward_failures, reward_metrics
 
         reward_metrics.apply(trainer)
+        reward_failures.apply(trainer)
     if not spec.placement.managed:
         stock = trainer.resource_pool_manager
         stock.create_resource_pool = functools.partial(_create_then_use_our_workers, trainer, stock)
