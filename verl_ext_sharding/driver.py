@@ -186,10 +186,13 @@ def _uses_hf(config: DictConfig) -> bool:
 
 
 def _check_hf_rollout(config: DictConfig) -> None:
+    from verl_ext_sharding.rollout.checks import check_rollout, check_teachers
+
+    distillation = OmegaConf.select(config, "distillation", default=None)
+    for error in check_teachers(OmegaConf.to_container(distillation, resolve=True) if distillation else {}):
+        raise error
     if not _uses_hf(config):
         return
-    from verl_ext_sharding.rollout.checks import check_rollout
-
     block = config.actor_rollout_ref
     nested = {name: OmegaConf.to_container(block[name], resolve=True) for name in ("rollout", "model")}
     for error in check_rollout(nested["rollout"], nested["model"]):
