@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from typing import Any, Literal
 
@@ -115,9 +114,7 @@ def build(spec: ModelSpec, device: torch.device) -> tuple[HostedModel, frozenset
         local_path(spec.tokenizer_path or spec.path, spec.use_shm), trust_remote_code=spec.trust_remote_code
     )
     config = load_config(spec, tokenizer)
-    eos = _ids(getattr(config, "eos_token_id", None)) | _ids(tokenizer.eos_token_id)
-    with contextlib.suppress(OSError):  # a checkpoint without generation_config.json
-        eos |= _ids(GenerationConfig.from_pretrained(local_path(spec.config_path or spec.path)).eos_token_id)
+    eos = _ids(getattr(config, "eos_token_id", None)) | _ids(tokenizer.eos_token_id) | _declared_eos(spec)
     hosted = loaded(spec, config, device) if spec.load_weights else skeleton(spec, config, device)
     return hosted, eos, tokenizer
 
@@ -213,6 +210,16 @@ def placeholder_ids(config: PreTrainedConfig) -> list[int]:
     """Ids that stand for an image or a video: a policy that samples one names an input that isn't there."""
     ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
     return [token for token in ids if isinstance(token, int)]
+
+
+def _declared_eos(spec: ModelSpec) -> frozenset[int]:
+    """What the checkpoint says of generation, or else its config before it is changed as the actor's, as vLLM reads them."""
+    path = local_path(spec.config_path or spec.path)
+    try:
+        return _ids(GenerationConfig.from_pretrained(path).eos_token_id)
+    except OSError:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+        return _ids(getattr(config.get_text_config(decoder=True), "eos_token_id", None))
 
 
 def _options(spec: ModelSpec) -> dict[str, Any]:

@@ -198,17 +198,18 @@ def parse_sampling_params(
     )
 
 
-def check_prompt(prompt_ids: Sequence[int], defaults: SamplingDefaults) -> tuple[int, ...]:
+def check_prompt(prompt_ids: Any, defaults: SamplingDefaults) -> tuple[int, ...]:
     """Returns the prompt as plain ints, or says what is wrong with it.
 
     Args:
-        prompt_ids: One-dimensional token ids: a list, an array or a tensor.
+        prompt_ids: Token ids as verl's `normalize_token_ids` takes them: a list, an array or a tensor, what a tokenizer
+            returns (a mapping with `input_ids`), or a batch of one of these.
         defaults: Holds the vocabulary size and the longest sequence.
 
     Raises:
         ConfigError: For an empty prompt, an id outside the embedding, or a prompt that leaves no room.
     """
-    prompt = tuple(int(token) for token in prompt_ids)
+    prompt = tuple(int(token) for token in _flat(prompt_ids))
     wrong = next((token for token in prompt if not 0 <= token < defaults.vocab_size), None)
     if not prompt or wrong is not None:
         raise ConfigError(
@@ -245,6 +246,14 @@ def stable_seed(*parts: object) -> int:
 def prompt_digest(prompt_ids: Sequence[int]) -> str:
     """Hex digest of token ids: tells one prompt, or one turn of a conversation, from another."""
     return hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()
+
+
+def _flat(prompt_ids: Any) -> Sequence[Any]:
+    ids = prompt_ids["input_ids"] if isinstance(prompt_ids, Mapping) else prompt_ids
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    nested = len(ids) == 1 and isinstance(ids[0], (list, tuple))
+    flat: Sequence[Any] = ids[0] if nested else ids
+    return flat
 
 
 def _asks_nothing(key: str, value: Any) -> bool:

@@ -265,6 +265,12 @@ def load(serving: RewardServing) -> RewardModel:
     )
     if found["missing_keys"]:
         raise _no_classifier(serving.path, f"no weights for {', '.join(sorted(found['missing_keys'])[:3])}")
+    heads = {name for name, _ in model.named_children()} - {model.base_model_prefix}
+    dropped = sorted(name for name in found["unexpected_keys"] if name.partition(".")[0] in heads)
+    if dropped:
+        raise _no_classifier(
+            serving.path, f"{type(model).__name__} has no place for {', '.join(dropped[:3])} of its head"
+        )
     if serving.asked.offload_params:
         _offload(model, device)
     return RewardModel(model, tokenizer, serving, device)

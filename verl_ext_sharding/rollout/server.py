@@ -114,7 +114,7 @@ class HFServer:
 
     async def generate(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: Any,
         sampling_params: dict[str, Any],
         request_id: str,
         image_data: list[Any] | None = None,

@@ -197,6 +197,21 @@ def test_a_head_of_another_kind_is_refused_though_its_weights_have_the_same_name
         _load(path)
 
 
+def test_a_head_with_more_weights_than_the_models_class_has_is_refused(tmp_path):
+    model = tiny.llama()
+    path = tiny.save(model, tmp_path)
+    model.save_pretrained(path, state_dict={**model.state_dict(), "score.bias": torch.ones(1)})
+    with pytest.raises(ConfigError, match=r"no place for score\.bias"):
+        _load(path)
+
+
+def test_weights_of_another_task_beside_the_head_are_left_out(tmp_path):
+    model = tiny.llama()
+    path = tiny.save(model, tmp_path)
+    model.save_pretrained(path, state_dict={**model.state_dict(), "lm_head.weight": torch.ones(tiny.VOCAB, 32)})
+    assert _load(path).score(MIXED[:1]) == [tiny.alone(model, MIXED[0])]
+
+
 def test_a_negative_pad_token_means_none(folder):
     model = tiny.llama(pad=-1)
     served = _load(folder("llama_minus_one", model))

@@ -4,6 +4,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.rollout.requests import (
@@ -122,8 +123,20 @@ def test_a_prompt_that_the_model_cannot_take_is_refused(prompt):
         check_prompt(prompt, DEFAULTS)
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
-def test_a_prompt_may_be_any_one_dimensional_kind(kind):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        list,
+        tuple,
+        np.array,
+        torch.tensor,
+        lambda ids: BatchEncoding({"input_ids": ids, "attention_mask": [1, 1, 1]}),
+        lambda ids: {"input_ids": torch.tensor([ids])},
+        lambda ids: [ids],
+    ],
+    ids=["list", "tuple", "array", "tensor", "encoding", "batch_of_one", "list_of_one"],
+)
+def test_a_prompt_may_be_any_kind_that_verls_other_servers_take(kind):
     assert check_prompt(kind([1, 2, 3]), DEFAULTS) == (1, 2, 3)
 
 

@@ -274,3 +274,11 @@ def test_a_model_without_sdpa_is_served_with_the_attention_that_it_has(tmp_path)
     _send(trained.state_dict().items(), LocalEndpoint(hosted.model))
     ids = torch.tensor([prompt(20)])
     assert torch.equal(hosted.model(input_ids=ids).logits, trained(input_ids=ids).logits)
+
+
+def test_without_a_generation_config_the_models_own_list_ends_a_response(tmp_path):
+    model = qwen2()
+    model.config.eos_token_id = [5, 6]
+    path = save(model, tmp_path, eos=4)
+    (tmp_path / "generation_config.json").unlink()
+    assert build(ModelSpec(path=path), CPU)[1] == {4, 5, 6}
