@@ -145,7 +145,7 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
     checks.check_job(placement, facts)
     check_token_budgets(values, facts, placement)
     _check_hf_rollout(config)
-    reward = reward_plans.check(config, request, facts)
+    reward = reward_plans.check(config, request, facts, reward_model)
     spread, maps = layer_plans.plan_spread(config, request, placement, facts)
     table = placement_table(placement, facts)
     notes = offload_notes(request, facts, values, explicit)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
 
 from verl_ext_sharding.config.reward import KEY
+from verl_ext_sharding.config.reward_checkpoint import beyond_positions, check_reward_model, no_classifier
 from verl_ext_sharding.config.reward_limits import model_limit
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.layer_keys import HOST
@@ -35,17 +36,6 @@ _PROBES = (
 _ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-4}
 """Share by which scores of weights of a dtype may move when the shape of a batch changes. A wrong position moves them by
 about all of their size, an approximation over all columns (Nystroemformer) or a convolution past the end by less."""
-
-
-_OTHER_HEADS = (
-    "ForCausalLM",
-    "ForConditionalGeneration",
-    "ForMultipleChoice",
-    "ForQuestionAnswering",
-    "ForTokenClassification",
-)
-"""Endings of architectures with another head. Some keep it under the name of a classifier's, with a bias or a training of
-its own: it would load without a word and score something else. A critic that verl saved is the likeliest."""
 
 
 class RewardModel:
@@ -150,7 +140,7 @@ class RewardModel:
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.shape != (len(batch), len(self.labels.names)):
             found = "no logits" if logits is None else f"logits of shape {tuple(getattr(logits, 'shape', ()))}"
-            raise _no_classifier(self._path, f"{type(self._model).__name__} with {found} for {len(batch)} sequences")
+            raise no_classifier(self._path, f"{type(self._model).__name__} with {found} for {len(batch)} sequences")
         return logits
 
     @torch.no_grad()
@@ -252,7 +242,8 @@ def load(serving: RewardServing) -> RewardModel:
     """
     path, trust = local_path(serving.path, serving.use_shm), serving.trust_remote_code
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    _require_classifier(serving.path, config)
+    for error in check_reward_model(config.to_dict(), serving.path, max_model_len=serving.max_model_len):
+        raise error
     device = _execution_device(serving)
     dtype = getattr(torch, DTYPES[serving.dtype])
     options: dict[str, Any] = {"trust_remote_code": trust, "dtype": dtype}
@@ -264,11 +255,11 @@ def load(serving: RewardServing) -> RewardModel:
         path, config=config, output_loading_info=True, **options, **placed
     )
     if found["missing_keys"]:
-        raise _no_classifier(serving.path, f"no weights for {', '.join(sorted(found['missing_keys'])[:3])}")
+        raise no_classifier(serving.path, f"no weights for {', '.join(sorted(found['missing_keys'])[:3])}")
     heads = {name for name, _ in model.named_children()} - {model.base_model_prefix}
     dropped = sorted(name for name in found["unexpected_keys"] if name.partition(".")[0] in heads)
     if dropped:
-        raise _no_classifier(
+        raise no_classifier(
             serving.path, f"{type(model).__name__} has no place for {', '.join(dropped[:3])} of its head"
         )
     if serving.asked.offload_params:
@@ -328,22 +319,6 @@ def _room_bytes(serving: RewardServing, device: torch.device) -> int:
     return int(min(share, memory.available_bytes(device)))
 
 
-def _require_classifier(path: str, config: PreTrainedConfig) -> None:
-    architectures = getattr(config, "architectures", None) or []
-    if any(name.endswith(_OTHER_HEADS) for name in architectures):
-        raise _no_classifier(path, ", ".join(architectures))
-
-
-def _no_classifier(path: str, found: str) -> ConfigError:
-    return ConfigError(
-        f"{WHERE}.model_path={path}",
-        expected="a trained sequence-classification model (...ForSequenceClassification), whose head gives the score",
-        found=found,
-        consequence="the reward server does not start",
-        remedy=f"a reward model's checkpoint in {WHERE}.model_path; for one that generates, {WHERE}.rollout.name=vllm",
-    )
-
-
 def _no_row(path: str, token_id: int, rows: int) -> ConfigError:
     return ConfigError(
         f"{WHERE}.model_path={path}",
@@ -364,13 +339,7 @@ def _max_model_len(model: Any, serving: RewardServing) -> int | None:
             longest, source = module.num_embeddings - module.padding_idx - 1, f"the rows of {name}"
     limit = serving.max_model_len or longest
     if limit is not None and longest is not None and limit > longest:
-        raise ConfigError(
-            f"{WHERE}.rollout.max_model_len",
-            expected=f"at most {longest}, which the reward model takes: {source}",
-            found=str(limit),
-            consequence="the reward server does not start",
-            remedy=f"{WHERE}.rollout.max_model_len={longest}",
-        )
+        raise beyond_positions(limit, longest, source)
     return limit
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
