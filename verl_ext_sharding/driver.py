@@ -145,7 +145,7 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
     checks.check_job(placement, facts)
     check_token_budgets(values, facts, placement)
     _check_hf_rollout(config)
-    reward = reward_plans.check(config, request, facts)
+    reward = reward_plans.check(config, request, facts, reward_model)
     spread, maps = layer_plans.plan_spread(config, request, placement, facts)
     table = placement_table(placement, facts)
     notes = offload_notes(request, facts, values, explicit)
@@ -186,10 +186,13 @@ def _uses_hf(config: DictConfig) -> bool:
 
 
 def _check_hf_rollout(config: DictConfig) -> None:
+    from verl_ext_sharding.rollout.checks import check_rollout, check_teachers
+
+    distillation = OmegaConf.select(config, "distillation", default=None)
+    for error in check_teachers(OmegaConf.to_container(distillation, resolve=True) if distillation else {}):
+        raise error
     if not _uses_hf(config):
         return
-    from verl_ext_sharding.rollout.checks import check_rollout
-
     block = config.actor_rollout_ref
     nested = {name: OmegaConf.to_container(block[name], resolve=True) for name in ("rollout", "model")}
     for error in check_rollout(nested["rollout"], nested["model"]):

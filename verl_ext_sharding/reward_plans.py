@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding import rollout
 from verl_ext_sharding.config.reward import RewardServerSettings, reward_server_settings
+from verl_ext_sharding.config.reward_checkpoint import check_reward_model
 from verl_ext_sharding.config.reward_limits import (
     ENABLE,
     MAX_MODEL_LEN,
@@ -29,13 +30,16 @@ def hf_config_of(config: DictConfig) -> dict[str, Any] | None:
     return read_hf_config(str(path)) if enabled and path is not None else None
 
 
-def check(config: DictConfig, request: ShardingConfig, facts: JobFacts) -> RewardServerSettings | None:
+def check(
+    config: DictConfig, request: ShardingConfig, facts: JobFacts, hf_config: Mapping[str, Any] | None = None
+) -> RewardServerSettings | None:
     """What is asked of reward servers of `rollout.name=hf`, or None where there are none.
 
     Args:
         config: verl's composed config, with the keys that the request sets.
         request: The user's request.
         facts: The job.
+        hf_config: From `hf_config_of`.
 
     Raises:
         ConfigError: The first thing that such a server can't do.
@@ -46,7 +50,10 @@ def check(config: DictConfig, request: ShardingConfig, facts: JobFacts) -> Rewar
 
     block = config.reward.reward_model
     asked = reward_server_settings(request, own_pool=bool(block.enable_resource_pool))
-    for error in check_reward(OmegaConf.to_container(block.rollout, resolve=True), asked):
+    errors = check_reward(OmegaConf.to_container(block.rollout, resolve=True), asked)
+    if hf_config is not None:
+        errors += check_reward_model(hf_config, block.model_path, max_model_len=block.rollout.max_model_len)
+    for error in errors:
         raise error
     return asked
 

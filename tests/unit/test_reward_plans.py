@@ -127,6 +127,7 @@ def test_a_server_of_vllm_gets_the_length_that_the_model_can_take_unless_the_use
         ([f"{KEY}.execution_device='cuda:1'"], [f"{KEY}.execution_device", "numbers start at 0"]),
         ([f"{KEY}.execution_device=cuda"], [f"{KEY}.execution_device", "cuda:0"]),
         ([f"{KEY}.attn_implementation=varlen"], [f"{KEY}.attn_implementation", "flash_attention_2"]),
+        ([f"{ROLLOUT}.max_model_len=514"], [f"{ROLLOUT}.max_model_len=512", "less the 2 that come before"]),
         ([f"{KEY}.max_input_tokens=513"], [f"{KEY}.max_input_tokens", "at most 512"]),
         ([f"{KEY}.layout=device_map", f"{KEY}.offload.params=true"], ["layout=device_map", "no offload.params"]),
     ],
@@ -136,6 +137,13 @@ def test_what_such_a_server_can_not_do_is_refused(settings, parts, refused):
     error = str(refused(*settings))
     for part in parts:
         assert part in error
+
+
+def test_a_model_that_generates_is_refused_before_anything_starts(tmp_path, refused):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    error = refused(f"reward.reward_model.model_path={tmp_path}")
+    assert error.subject == f"reward.reward_model.model_path={tmp_path}"
+    assert error.found == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from verl_ext_sharding.rollout.kv_cache import HEADROOM_TOKENS, SlotCache, bytes_per_token
 from verl_ext_sharding.rollout.requests import SamplingParams
 from verl_ext_sharding.rollout.sampling import choose_tokens
+from verl_ext_sharding.rollout.stop_strings import StopStrings
 
 COMPLETED = "completed"
 ABORTED = "aborted"
@@ -32,6 +33,7 @@ class Row:
         prompt_ids: The prompt.
         params: How to sample.
         rng: The request's own random numbers: one for each sampled token.
+        stop_strings: Texts that end it, or None.
         future: Where the finished row itself goes.
     """
 
@@ -39,6 +41,7 @@ class Row:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     rng: random.Random
+    stop_strings: StopStrings | None = None
     future: Future[Row] = field(default_factory=Future)
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -62,7 +65,11 @@ class Row:
         """Takes the next token; returns whether it was the last."""
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
-        if token in self.params.stop_token_ids or len(self.token_ids) >= self.params.max_tokens:
+        if (
+            token in self.params.stop_token_ids
+            or len(self.token_ids) >= self.params.max_tokens
+            or (self.stop_strings is not None and self.stop_strings.end(self.token_ids))
+        ):
             self.stop_reason = COMPLETED
         return self.stop_reason is not None
 

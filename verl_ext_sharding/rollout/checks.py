@@ -98,6 +98,28 @@ def check_reward(
     return errors
 
 
+def check_teachers(distillation: Mapping[str, Any]) -> list[ConfigError]:
+    """Refuses this backend for teachers: verl asks them for the log-probs of whole prompts, and it has none to give.
+
+    Args:
+        distillation: verl's `distillation` as nested mappings, resolved.
+
+    Returns:
+        One error for each teacher that asks for it.
+    """
+    if not distillation.get("enabled"):
+        return []
+    errors = []
+    teachers = distillation.get("teacher_models") or {}
+    several = [name for name in teachers if name != "teacher_model"]  # the default name counts only alone
+    for name in several or teachers:
+        if _at(teachers, f"{name}.inference.name") == "hf":
+            key = f"distillation.teacher_models.{name}.inference.name"
+            expected = "a server that gives the log-probs of prompts (vllm, sglang)"
+            errors.append(ConfigError(key, expected=expected, found="hf", consequence=_NOW, remedy=f"{key}=vllm"))
+    return errors
+
+
 def _check_parallel(rollout: Mapping[str, Any], key: str, names: Sequence[str]) -> list[ConfigError]:
     return [
         _error(f"{key}.{name}", "1: one server holds the whole model", rollout.get(name), f"{key}.{name}=1")

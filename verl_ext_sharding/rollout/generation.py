@@ -69,6 +69,7 @@ class GenerationEngine:
         self._abort_all = False
         self._aborted_ids: list[str] = []
         self._closed = False
+        self._held = False
         self.peak_running = 0
         """Most requests that ran at once, waiting ones aside, since the engine started."""
         self._thread = threading.Thread(target=self._run, name="hf-generation", daemon=True)
@@ -118,7 +119,15 @@ class GenerationEngine:
                 self._abort_all = True
             else:
                 self._abort_ids.update(request_ids)
-            return self.call(self._abort_now)
+            return self.call(self._abort_now, request_ids)
+
+    def hold(self) -> None:
+        """Generates nothing until `go_on`: the weights are changing. To be used through `call`."""
+        self._held = True
+
+    def go_on(self) -> None:
+        """The counterpart of `hold`. To be used through `call`."""
+        self._held = False
 
     def drop_cache(self) -> None:
         """Frees the key-value buffers unless rows are running. To be used through `call`."""
@@ -136,7 +145,7 @@ class GenerationEngine:
     def _run(self) -> None:
         while True:
             with self._condition:
-                while not (self._closed or self._calls or self._waiting or self._merging.rows):
+                while not (self._closed or self._calls or (self._has_rows() and not self._held)):
                     self._condition.wait()
                 if self._closed:
                     break
@@ -145,12 +154,13 @@ class GenerationEngine:
             for call in calls:
                 call.run()
             try:
-                self._advance()
+                if not self._held:
+                    self._advance()
             except BaseException as error:
                 logger.exception("generation failed; the requests that it held get the error")
                 traceback.clear_frames(error.__traceback__)  # their locals hold the tensors of the failed step
-                self._fail(error)
-        self._fail(_closed())
+                self.fail(error)
+        self.fail(_closed())
         for call in self._calls:
             call.future.set_exception(_closed())
 
@@ -211,16 +221,21 @@ class GenerationEngine:
     def _is_aborted(self, row: Row) -> bool:
         return self._abort_all or row.request_id in self._abort_ids or row.future.cancelled()
 
-    def _abort_now(self) -> list[str]:
-        """Ends what `abort` named, and returns it. A static batch has ended its own rows by the time that this runs."""
+    def _abort_now(self, request_ids: Collection[str] | None) -> list[str]:
+        """Ends what one `abort` named, and returns it. A static batch has ended its own rows by the time that this runs."""
+
+        def named(request_id: str) -> bool:
+            return request_ids is None or request_id in request_ids
+
         with self._condition:
-            waiting = [row for row in self._waiting if self._is_aborted(row)]
+            waiting = [row for row in self._waiting if named(row.request_id)]
             for row in waiting:
                 self._waiting.remove(row)
-            running = self._merging.remove([row for row in self._merging.rows if self._is_aborted(row)])
-            self._abort_all = False
-            self._abort_ids.clear()
-            ended, self._aborted_ids = self._aborted_ids, []
+            running = self._merging.remove([row for row in self._merging.rows if named(row.request_id)])
+            self._abort_all = self._abort_all and request_ids is not None
+            self._abort_ids.difference_update(self._abort_ids if request_ids is None else request_ids)
+            ended = [request_id for request_id in self._aborted_ids if named(request_id)]
+            self._aborted_ids = [request_id for request_id in self._aborted_ids if not named(request_id)]
         for row in (*running, *waiting):
             row.stop_reason = ABORTED
         self._resolve((*running, *waiting))
@@ -232,6 +247,9 @@ class GenerationEngine:
             self._waiting = deque(row for row in self._waiting if not row.future.cancelled())
             self._merging.remove([row for row in self._merging.rows if row.future.cancelled()])
 
+    def _has_rows(self) -> bool:
+        return bool(self._waiting or self._merging.rows)
+
     def _unfinished(self) -> list[Row]:
         rows = (*self._merging.rows, *self._taken, *self._waiting)
         return [row for row in rows if row.stop_reason is None]
@@ -240,8 +258,8 @@ class GenerationEngine:
         for row in rows:
             _settle(row.future, row.future.set_result, row)
 
-    def _fail(self, error: BaseException) -> None:
-        """Gives the error to every request, running or waiting, and empties the batch."""
+    def fail(self, error: BaseException) -> None:
+        """Gives an error to every request, running or waiting, and empties the batch. To be used through `call`."""
         with self._condition:
             rows = (*self._merging.rows, *self._taken, *self._waiting)
             self._waiting.clear()

@@ -51,10 +51,16 @@ def _available_host_bytes() -> int:
     available = _proc_kib("/proc/meminfo", "MemAvailable") * 1024
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
+        used = int((_CGROUP / "memory.current").read_text()) - _file_cache_bytes()
     except (OSError, ValueError):
         return available
     return available if limit == "max" else max(0, min(available, int(limit) - used))
+
+
+def _file_cache_bytes() -> int:
+    """File pages that count as used and that the kernel takes back first: a checkpoint that was read leaves its size in them."""
+    lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def _proc_kib(path: str, key: str) -> int:

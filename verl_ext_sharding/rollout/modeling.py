@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from typing import Any, Literal
 
@@ -99,7 +98,7 @@ class HostedModel:
             parameter.data = storage(parameter, self._shapes[name])
 
 
-def build(spec: ModelSpec, device: torch.device) -> tuple[HostedModel, frozenset[int], int]:
+def build(spec: ModelSpec, device: torch.device) -> tuple[HostedModel, frozenset[int], Any]:
     """Builds the model, and reads what ends a response.
 
     Args:
@@ -107,7 +106,7 @@ def build(spec: ModelSpec, device: torch.device) -> tuple[HostedModel, frozenset
         device: Where it computes.
 
     Returns:
-        The model, the ids that end a response, and how many ids there are up to the tokenizer's last.
+        The model, the ids that end a response, and the tokenizer.
     """
     for name in spec.external_lib:
         importlib.import_module(name)
@@ -115,11 +114,9 @@ def build(spec: ModelSpec, device: torch.device) -> tuple[HostedModel, frozenset
         local_path(spec.tokenizer_path or spec.path, spec.use_shm), trust_remote_code=spec.trust_remote_code
     )
     config = load_config(spec, tokenizer)
-    eos = _ids(getattr(config, "eos_token_id", None)) | _ids(tokenizer.eos_token_id)
-    with contextlib.suppress(OSError):  # a checkpoint without generation_config.json
-        eos |= _ids(GenerationConfig.from_pretrained(local_path(spec.config_path or spec.path)).eos_token_id)
+    eos = _ids(getattr(config, "eos_token_id", None)) | _ids(tokenizer.eos_token_id) | _declared_eos(spec)
     hosted = loaded(spec, config, device) if spec.load_weights else skeleton(spec, config, device)
-    return hosted, eos, max(tokenizer.get_vocab().values()) + 1  # not its length: ids may leave gaps
+    return hosted, eos, tokenizer
 
 
 def skeleton(spec: ModelSpec, config: PreTrainedConfig, device: torch.device) -> HostedModel:
@@ -128,9 +125,7 @@ def skeleton(spec: ModelSpec, config: PreTrainedConfig, device: torch.device) ->
 
     dtype = getattr(torch, DTYPES[spec.dtype])
     with init_empty_weights(include_buffers=False):
-        model = auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=spec.attn_implementation, trust_remote_code=spec.trust_remote_code
-        )
+        model = auto_class(config).from_config(config, dtype=dtype, **_options(spec))
     model.tie_weights()  # the context above gave each owner of a tied weight its own meta parameter
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     empty: dict[int, nn.Parameter] = {}
@@ -151,8 +146,7 @@ def loaded(spec: ModelSpec, config: PreTrainedConfig, device: torch.device) -> H
         local_path(spec.path, spec.use_shm),
         config=config,
         dtype=getattr(torch, DTYPES[spec.dtype]),
-        attn_implementation=spec.attn_implementation,
-        trust_remote_code=spec.trust_remote_code,
+        **_options(spec),
     )
     return host(model.to(device), device)
 
@@ -216,6 +210,22 @@ def placeholder_ids(config: PreTrainedConfig) -> list[int]:
     """Ids that stand for an image or a video: a policy that samples one names an input that isn't there."""
     ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
     return [token for token in ids if isinstance(token, int)]
+
+
+def _declared_eos(spec: ModelSpec) -> frozenset[int]:
+    """What the checkpoint says of generation, or else its config before it is changed as the actor's, as vLLM reads them."""
+    path = local_path(spec.config_path or spec.path)
+    try:
+        return _ids(GenerationConfig.from_pretrained(path).eos_token_id)
+    except OSError:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+        return _ids(getattr(config.get_text_config(decoder=True), "eos_token_id", None))
+
+
+def _options(spec: ModelSpec) -> dict[str, Any]:
+    """Arguments that a model is built and read with alike."""
+    asked = {} if spec.attn_implementation is None else {"attn_implementation": spec.attn_implementation}
+    return {"trust_remote_code": spec.trust_remote_code, **asked}
 
 
 def _prepared(model: nn.Module) -> nn.Module:

@@ -20,7 +20,9 @@ _KNOWN = frozenset(
         "top_k",
         "min_p",
         "repetition_penalty",
+        "stop",
         "stop_token_ids",
+        "skip_special_tokens",
         "ignore_eos",
         "max_tokens",
         "max_new_tokens",
@@ -29,8 +31,22 @@ _KNOWN = frozenset(
         "n",
     }
 )
-_TEXT_ONLY = frozenset({"detokenize", "skip_special_tokens", "spaces_between_special_tokens"})
+_TEXT_ONLY = frozenset({"detokenize", "spaces_between_special_tokens", "include_stop_str_in_output"})
 """Accepted and unused: they shape text, and this server returns token ids."""
+
+_LACKING: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "best_of": (1,),
+    "bad_words": ([],),
+    "logit_bias": ({},),
+    "allowed_token_ids": ([],),
+    "prompt_logprobs": (),
+    "structured_outputs": (),
+}
+"""Parameters of vLLM that this server has not, and their values that ask for nothing."""
 
 _ROLE = "actor_rollout_ref.rollout"
 
@@ -80,6 +96,8 @@ class SamplingParams:
         min_p: Least probability relative to the most likely token, in [0, 1]; 0 is off.
         repetition_penalty: Over prompt and response; 1 is off.
         stop_token_ids: Ids that end the response and are its last token.
+        stop: Texts that end the response; the token that completes one is its last.
+        skip_special_tokens: Whether special tokens are left out of the text in which `stop` is looked for.
         seed: Seed of this request alone, or None where the server derives one.
         logprobs: Whether to return the log-prob of each token.
     """
@@ -91,6 +109,8 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
     seed: int | None = None
     logprobs: bool = True
 
@@ -100,6 +120,8 @@ class SamplingParams:
         _require(self.top_k >= 0, "top_k", "-1 or 0 (off), or a number >= 1", self.top_k)
         _require(0 <= self.min_p <= 1, "min_p", "a number in [0, 1]", self.min_p)
         _require(self.repetition_penalty > 0, "repetition_penalty", "a number > 0", self.repetition_penalty)
+        texts = all(isinstance(text, str) and text for text in self.stop)
+        _require(texts, "stop", "a text or a list of texts, none of them empty", self.stop)
 
     @property
     def greedy(self) -> bool:
@@ -146,10 +168,10 @@ def parse_sampling_params(
     Raises:
         ConfigError: For an unknown key, a value out of range, or a prompt that leaves no room.
     """
-    given = {key: value for key, value in values.items() if value is not None and key not in _TEXT_ONLY}
+    given = {key: value for key, value in values.items() if value is not None and not _asks_nothing(key, value)}
     for key in given:
         if key not in _KNOWN:
-            close = did_you_mean(key, _KNOWN)
+            close = None if key in _LACKING else did_you_mean(key, _KNOWN)
             raise ConfigError(
                 f"sampling parameter {key!r}",
                 expected=", ".join(sorted(_KNOWN)),
@@ -169,22 +191,25 @@ def parse_sampling_params(
         min_p=float(given.get("min_p", 0.0)),
         repetition_penalty=float(given.get("repetition_penalty", defaults.repetition_penalty)),
         stop_token_ids=stops if ignore_eos else stops | defaults.eos_token_ids,
+        stop=(stop,) if isinstance(stop := given.get("stop", ()), str) else tuple(stop),
+        skip_special_tokens=bool(given.get("skip_special_tokens", True)),
         seed=None if given.get("seed") is None else int(given["seed"]),
         logprobs=bool(given.get("logprobs", False)),
     )
 
 
-def check_prompt(prompt_ids: Sequence[int], defaults: SamplingDefaults) -> tuple[int, ...]:
+def check_prompt(prompt_ids: Any, defaults: SamplingDefaults) -> tuple[int, ...]:
     """Returns the prompt as plain ints, or says what is wrong with it.
 
     Args:
-        prompt_ids: One-dimensional token ids: a list, an array or a tensor.
+        prompt_ids: Token ids as verl's `normalize_token_ids` takes them: a list, an array or a tensor, what a tokenizer
+            returns (a mapping with `input_ids`), or a batch of one of these.
         defaults: Holds the vocabulary size and the longest sequence.
 
     Raises:
         ConfigError: For an empty prompt, an id outside the embedding, or a prompt that leaves no room.
     """
-    prompt = tuple(int(token) for token in prompt_ids)
+    prompt = tuple(int(token) for token in _flat(prompt_ids))
     wrong = next((token for token in prompt if not 0 <= token < defaults.vocab_size), None)
     if not prompt or wrong is not None:
         raise ConfigError(
@@ -221,6 +246,18 @@ def stable_seed(*parts: object) -> int:
 def prompt_digest(prompt_ids: Sequence[int]) -> str:
     """Hex digest of token ids: tells one prompt, or one turn of a conversation, from another."""
     return hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()
+
+
+def _flat(prompt_ids: Any) -> Sequence[Any]:
+    ids = prompt_ids["input_ids"] if isinstance(prompt_ids, Mapping) else prompt_ids
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    nested = len(ids) == 1 and isinstance(ids[0], (list, tuple))
+    flat: Sequence[Any] = ids[0] if nested else ids
+    return flat
+
+
+def _asks_nothing(key: str, value: Any) -> bool:
+    return key in _TEXT_ONLY or value in _LACKING.get(key, ())
 
 
 def _max_tokens(given: Mapping[str, Any], num_prompt_tokens: int, defaults: SamplingDefaults) -> int:

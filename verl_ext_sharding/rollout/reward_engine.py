@@ -162,7 +162,10 @@ class ScoringEngine:
         logger.error("scoring %d sequences of up to %d tokens failed", len(batch), longest, exc_info=error)
         cause = f"{type(error).__name__}: {error}"
         traceback.clear_frames(error.__traceback__)  # their locals hold the tensors of the failed pass
-        self._recover()
+        try:
+            self._recover()
+        except Exception:  # after a device-side assert every later call to the device fails; callers must still hear
+            logger.exception("giving memory back failed")
         if len(batch) > 1:
             for item in batch:
                 self._run([item])

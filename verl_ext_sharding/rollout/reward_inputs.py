@@ -8,15 +8,21 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jinja2 import TemplateError
+
 from verl_ext_sharding.config.reward_limits import MAX_INPUT_TOKENS, MODEL_PATH, POLICY, InputLimit
 from verl_ext_sharding.errors import ConfigError, RewardInputError
 
 Messages = Sequence[Mapping[str, Any]]
+
+_TURN = ({"role": "user", "content": "Yes?"}, {"role": "assistant", "content": "Yes."})
+"""A conversation that shows which tokens a template writes."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -48,11 +54,13 @@ class RewardTemplate:
             characters.
         limit: From `config.reward_limits.reward_limit`.
         policy: `sharding.guards.reward_length`.
+        rows: Rows of the reward model's embedding. None: unknown.
     """
 
     tokenizer: Any
     limit: InputLimit
     policy: Literal["truncate", "error", "off"] = "truncate"
+    rows: int | None = None
 
     def prepare(self, prompt: Messages, response: str) -> RewardInput:
         """One sample's text.
@@ -62,7 +70,8 @@ class RewardTemplate:
             response: The text to be scored.
 
         Raises:
-            RewardInputError: The sample is too long and the policy is `error`, or nothing of the response would be left.
+            RewardInputError: The sample is too long and the policy is `error`, nothing of the response would be left, the
+                template refuses the conversation, or a token has no row in the reward model.
         """
         messages = [*prompt, {"role": "assistant", "content": response}]
         text = self._render(messages)
@@ -108,7 +117,10 @@ class RewardTemplate:
         return sorted({start for start, end in encoded["offset_mapping"] if end > start})
 
     def _render(self, messages: Messages) -> str:
-        text: str = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=False, tokenize=False)
+        try:
+            text: str = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=False, tokenize=False)
+        except TemplateError as error:  # templates raise it themselves, for a system message or two turns of one role
+            raise _refused_by_template(messages, error) from error
         bos = self.tokenizer.bos_token
         if bos is None or not text.startswith(bos):
             return text
@@ -117,7 +129,19 @@ class RewardTemplate:
         return text[len(bos) :] if list(first) == [self.tokenizer.bos_token_id] * 2 else text
 
     def _count(self, text: str) -> int:
-        return len(self.tokenizer(text, verbose=False)["input_ids"])
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        if self.rows is not None and max(ids, default=0) >= self.rows:
+            raise self._no_row(max(ids))
+        return len(ids)
+
+    def _no_row(self, token_id: int) -> RewardInputError:
+        return RewardInputError(
+            "input of the reward model",
+            expected=f"tokens that have rows: the reward model's embedding has {self.rows}",
+            found=f"a sample with {self.tokenizer.convert_ids_to_tokens(token_id)!r}, id {token_id}",
+            consequence="the run stops, since the reward model can't read it",
+            remedy="leave this token out of the data, or resize the reward model's embedding",
+        )
 
     def _too_long(self, full: int) -> RewardInputError:
         return RewardInputError(
@@ -136,6 +160,18 @@ class RewardTemplate:
             consequence="the run stops, since no response would be scored",
             remedy=f"a larger {MAX_INPUT_TOKENS}, a shorter chat template, or another reward model",
         )
+
+
+def _refused_by_template(messages: Messages, error: TemplateError) -> RewardInputError:
+    roles = ", ".join(str(message.get("role")) for message in messages)
+    return RewardInputError(
+        "chat template of the reward model",
+        expected="a template that takes the conversations of the data set",
+        found=f"{error} (messages of {roles})",
+        consequence="the run stops, since the sample can't be shown to the reward model",
+        remedy=f"a chat_template.jinja in {MODEL_PATH} that takes them, prompts without such messages, or a function of your "
+        "own: reward.custom_reward_function.path",
+    )
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -204,6 +240,8 @@ def check_vocabulary(
     """Refuses a reward tokenizer that doesn't belong to the reward model, before a sample is scored.
 
     The policy's ids never reach the reward model: text does, and its own tokenizer makes new ids of it. Those must have rows.
+    Added tokens may lie beyond them where no text needs them (Gemma 3's image token in its text models, a padding token):
+    each sample is looked at again.
 
     Args:
         input_tokenizer: The policy's tokenizer.
@@ -219,7 +257,7 @@ def check_vocabulary(
         raise _unfit(
             model, "a tokenizer in the reward model's folder", "none", "add the files that it was trained with"
         )
-    highest = max(reward_tokenizer.get_vocab().values(), default=-1)
+    highest = max(_needed_ids(reward_tokenizer), default=-1)
     if rows is not None and highest >= rows:
         same = " It is the policy's tokenizer." if _same(input_tokenizer, reward_tokenizer) else ""
         raise _unfit(
@@ -236,6 +274,18 @@ def check_vocabulary(
             f"add chat_template.jinja to {model}, written as the reward model was trained; or score in a function of "
             "your own, reward.custom_reward_function.path",
         )
+
+
+def _needed_ids(tokenizer: Any) -> set[int]:
+    """Ids of the vocabulary that a tokenizer was trained with, and of the added tokens that it or its template writes."""
+    added = set(tokenizer.get_added_vocab())
+    needed = {token_id for token, token_id in tokenizer.get_vocab().items() if token not in added}
+    needed.update(tokenizer(_TURN[0]["content"])["input_ids"])
+    if tokenizer.chat_template:
+        with contextlib.suppress(TemplateError):  # a template that takes no such turn is told with the first sample
+            text = tokenizer.apply_chat_template(list(_TURN), tokenize=False)
+            needed.update(tokenizer(text)["input_ids"])
+    return needed
 
 
 def _same(left: Any, right: Any) -> bool:

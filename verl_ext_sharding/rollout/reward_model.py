@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import cpu_offload, init_empty_weights
+from accelerate.hooks import remove_hook_from_module
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
 
 from verl_ext_sharding.config.reward import KEY
+from verl_ext_sharding.config.reward_checkpoint import beyond_positions, check_reward_model, no_classifier
 from verl_ext_sharding.config.reward_limits import model_limit
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.layer_keys import HOST
@@ -31,17 +33,18 @@ _PROBES = (
     "The answer is four.",
     "Two and two make four, as everybody knows, and as you can check by counting.",
 )
-_ROUNDING = 0.1
-"""Share by which scores of bfloat16 weights may move when the shape of a batch changes; a wrong position moves them by
-about all of their size."""
+_ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-4}
+"""Share by which scores of weights of a dtype may move when the shape of a batch changes. A wrong position moves them by
+about all of their size, an approximation over all columns (Nystroemformer) or a convolution past the end by less."""
 
 
 class RewardModel:
     """A sequence-classification model and its tokenizer.
 
     Where the checkpoint's config has a pad token, transformers scores the last token that differs from it, in training
-    as here: with `pad_token_id == eos_token_id` that is the token before a final eos. Without a pad token it scores the
-    last token; batches are then padded with an id that none of their sequences ends with, which comes to the same.
+    as here: with `pad_token_id == eos_token_id` that is the token before a final eos. Without a pad token (or with -1,
+    which some configs say for none) it scores the last token; batches are then padded with an id that none of their
+    sequences ends with, which comes to the same.
 
     Args:
         model: The model, in eval mode, on its devices.
@@ -54,12 +57,14 @@ class RewardModel:
         self._model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._device = device
+        self._dtype = getattr(torch, DTYPES[serving.dtype])
         self._path = serving.path
         self._configs: tuple[Any, ...] = (model.config, model.config.get_text_config())
-        self._pad_token_id: int | None = getattr(self._configs[-1], "pad_token_id", None)
         for config in self._configs:
             config.use_cache = False  # keys and values of a prompt that nothing continues
         self.embedding_rows = int(model.get_input_embeddings().weight.shape[0])
+        pad = getattr(self._configs[-1], "pad_token_id", None)
+        self._pad_token_id: int | None = pad if pad is not None and 0 <= pad < self.embedding_rows else None
         self.max_model_len = _max_model_len(model, serving)
         self.labels = Labels(names=_label_names(model.config), problem_type=getattr(model.config, "problem_type", None))
         accelerated = [p for p in model.parameters() if p.device.type not in ("cpu", "meta")]
@@ -135,7 +140,7 @@ class RewardModel:
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.shape != (len(batch), len(self.labels.names)):
             found = "no logits" if logits is None else f"logits of shape {tuple(getattr(logits, 'shape', ()))}"
-            raise _no_classifier(self._path, f"{type(self._model).__name__} with {found} for {len(batch)} sequences")
+            raise no_classifier(self._path, f"{type(self._model).__name__} with {found} for {len(batch)} sequences")
         return logits
 
     @torch.no_grad()
@@ -143,9 +148,12 @@ class RewardModel:
         """Whether scores stay the same when a sequence is padded: few models (XLNet) look at the last column, whatever
         it holds, and a model with code of its own may do anything."""
         rows = [row for row in (self.tokenized(text, True) for text in _PROBES) if row]
+        highest = max((max(row) for row in rows), default=0)
+        if highest >= self.embedding_rows:
+            raise _no_row(self._path, highest, self.embedding_rows)
         alone = torch.cat([self._logits([row], len(row)) for row in rows]).float()
         together = self._logits(rows, 2 * max(map(len, rows))).float()
-        return bool((alone - together).norm() <= _ROUNDING * alone.norm())
+        return bool((alone - together).norm() <= _ROUNDING[self._dtype] * alone.norm())
 
 
 class ParkedWeights:
@@ -234,7 +242,8 @@ def load(serving: RewardServing) -> RewardModel:
     """
     path, trust = local_path(serving.path, serving.use_shm), serving.trust_remote_code
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    _require_classifier(serving.path, config)
+    for error in check_reward_model(config.to_dict(), serving.path, max_model_len=serving.max_model_len):
+        raise error
     device = _execution_device(serving)
     dtype = getattr(torch, DTYPES[serving.dtype])
     options: dict[str, Any] = {"trust_remote_code": trust, "dtype": dtype}
@@ -246,10 +255,25 @@ def load(serving: RewardServing) -> RewardModel:
         path, config=config, output_loading_info=True, **options, **placed
     )
     if found["missing_keys"]:
-        raise _no_classifier(serving.path, f"no weights for {', '.join(sorted(found['missing_keys'])[:3])}")
+        raise no_classifier(serving.path, f"no weights for {', '.join(sorted(found['missing_keys'])[:3])}")
+    heads = {name for name, _ in model.named_children()} - {model.base_model_prefix}
+    dropped = sorted(name for name in found["unexpected_keys"] if name.partition(".")[0] in heads)
+    if dropped:
+        raise no_classifier(
+            serving.path, f"{type(model).__name__} has no place for {', '.join(dropped[:3])} of its head"
+        )
     if serving.asked.offload_params:
-        cpu_offload(model, execution_device=device)
+        _offload(model, device)
     return RewardModel(model, tokenizer, serving, device)
+
+
+def _offload(model: nn.Module, device: torch.device) -> None:
+    """Leaves the weights in host memory, each for its own module's forward pass on the device."""
+    cpu_offload(model, execution_device=device)
+    for name, module in model.named_modules():
+        if name.endswith("rel_embeddings"):  # DeBERTa's encoder reads this small table itself, past its forward
+            remove_hook_from_module(module)
+            module.to(device)
 
 
 def _execution_device(serving: RewardServing) -> torch.device:
@@ -295,19 +319,13 @@ def _room_bytes(serving: RewardServing, device: torch.device) -> int:
     return int(min(share, memory.available_bytes(device)))
 
 
-def _require_classifier(path: str, config: PreTrainedConfig) -> None:
-    architectures = getattr(config, "architectures", None) or []
-    if any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
-        raise _no_classifier(path, ", ".join(architectures))
-
-
-def _no_classifier(path: str, found: str) -> ConfigError:
+def _no_row(path: str, token_id: int, rows: int) -> ConfigError:
     return ConfigError(
         f"{WHERE}.model_path={path}",
-        expected="a trained sequence-classification model (...ForSequenceClassification), whose head gives the score",
-        found=found,
+        expected=f"a tokenizer whose ids have rows: the reward model's embedding has {rows}",
+        found=f"id {token_id} for a word or a special token",
         consequence="the reward server does not start",
-        remedy=f"a reward model's checkpoint in {WHERE}.model_path; for one that generates, {WHERE}.rollout.name=vllm",
+        remedy=f"put the reward model's own tokenizer into {path}, or resize its embedding",
     )
 
 
@@ -321,13 +339,7 @@ def _max_model_len(model: Any, serving: RewardServing) -> int | None:
             longest, source = module.num_embeddings - module.padding_idx - 1, f"the rows of {name}"
     limit = serving.max_model_len or longest
     if limit is not None and longest is not None and limit > longest:
-        raise ConfigError(
-            f"{WHERE}.rollout.max_model_len",
-            expected=f"at most {longest}, which the reward model takes: {source}",
-            found=str(limit),
-            consequence="the reward server does not start",
-            remedy=f"{WHERE}.rollout.max_model_len={longest}",
-        )
+        raise beyond_positions(limit, longest, source)
     return limit
 
 

@@ -66,7 +66,7 @@ def parse_request(body: Any, served: str) -> ClassifyRequest:
     """
     if not isinstance(body, Mapping):
         raise RewardRequestError(f"the body must be a JSON object, not {type(body).__name__}")
-    unknown = sorted(set(body) - set(_KNOWN))
+    unknown = sorted(name for name, value in body.items() if name not in _KNOWN and value is not None)
     if unknown:
         raise RewardRequestError(f"unknown field {unknown[0]!r}; known are {', '.join(_KNOWN)}")
     if body.get("model") not in (None, served):

@@ -96,6 +96,15 @@ class HFRewardServer:
             self._model.score, limits, recover=self._model.give_back, initializer=self._limit_threads
         )
         logger.info("reward server %d: %s", serving.replica_rank, self._model.described)
+        names = self._model.labels.names
+        if len(names) > 1:
+            logger.warning(
+                "%s has %d outputs (%s); verl takes the last one, %s, as the score",
+                serving.path,
+                len(names),
+                ", ".join(names[:5]),
+                names[-1],
+            )
 
     async def close(self) -> None:
         """Ends the HTTP server and the engine."""

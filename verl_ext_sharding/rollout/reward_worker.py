@@ -65,10 +65,11 @@ class ShardingRewardLoopWorker(RewardLoopWorker):
         hf_config = AutoConfig.from_pretrained(local_path, trust_remote_code=True).to_dict()
         tokenizer = self.reward_model_tokenizer
         model = self.config.actor_rollout_ref.model
+        rows = embedding_rows(hf_config)
         check_vocabulary(
             self.input_tokenizer,
             tokenizer,
-            rows=embedding_rows(hf_config),
+            rows=rows,
             model=reward_model.model_path,
             policy_model=model.get("tokenizer_path") or model.path,
         )
@@ -81,7 +82,15 @@ class ShardingRewardLoopWorker(RewardLoopWorker):
         )
         policy = request.guards.reward_length
         logger.info("reward inputs: at most %s tokens (%s), %s", limit.tokens, limit.source, policy)
-        return RewardTemplate(tokenizer=tokenizer, limit=limit, policy=policy)
+        return RewardTemplate(tokenizer=tokenizer, limit=limit, policy=policy, rows=rows)
+
+    async def compute_score(self, data: Any) -> dict[str, Any]:
+        """As verl's; remembers the first error of ours."""
+        try:
+            return await RewardLoopWorker.compute_score(self, data)
+        except ShardingError as error:
+            self.first_error = self.first_error or error
+            raise
 
     async def _preprocess_reward_inputs(self, data: Any) -> str:
         return self._prepare(data).text
@@ -114,13 +123,6 @@ class ShardingRewardLoopWorker(RewardLoopWorker):
             RewardInputError: The sample is too long and may not be cut.
             RewardServerError: The server doesn't answer, or answers with no finite score.
         """
-        try:
-            return await self._score(data)
-        except ShardingError as error:
-            self.first_error = self.first_error or error
-            raise
-
-    async def _score(self, data: Any) -> dict[str, Any]:
         engine = self.config.reward.reward_model.rollout.name
         if engine not in _ENDPOINTS:
             raise ConfigError(

@@ -123,7 +123,7 @@ def _inverse_cdf(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _warped(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Temperature and truncation by transformers' own warpers, in the order of its `generate` and of vLLM."""
+    """Temperature and truncation by transformers' own warpers, in the order of its `generate`; vLLM cuts by min_p first."""
     warpers: list[LogitsProcessor] = []
     if params.temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(params.temperature))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,12 +23,14 @@ from verl_ext_sharding.rollout.requests import (
     GenerationOutput,
     RolloutError,
     SamplingDefaults,
+    SamplingParams,
     check_prompt,
     parse_sampling_params,
     prompt_digest,
     stable_seed,
 )
 from verl_ext_sharding.rollout.settings import ServerSettings
+from verl_ext_sharding.rollout.stop_strings import StopStrings
 from verl_ext_sharding.rollout.transport import WeightReceiver
 from verl_ext_sharding.rollout.weights import Piece, WeightLoader
 
@@ -63,6 +65,7 @@ class HFServer:
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="hf-build")
         self._building = self._builder.submit(build, settings.model, self._device)
         self._hosted: HostedModel
+        self._tokenizer: Any
         self._engine: GenerationEngine
         self._defaults: SamplingDefaults
         self._receiver: WeightReceiver | None = None
@@ -80,9 +83,10 @@ class HFServer:
         Raises:
             ConfigError: When `max_model_len` is beyond what the model was made for.
         """
-        self._hosted, eos, num_known = await asyncio.wrap_future(self._building)
+        self._hosted, eos, self._tokenizer = await asyncio.wrap_future(self._building)
         self._builder.shutdown()
         self._defaults = self._sampling_defaults(eos)
+        num_known = max(self._tokenizer.get_vocab().values()) + 1  # not its length: ids may leave gaps
         banned = sorted({*placeholder_ids(self._hosted.model.config), *range(num_known, self._defaults.vocab_size)})
         self._engine = GenerationEngine(
             self._hosted.model,
@@ -109,7 +113,7 @@ class HFServer:
 
     async def generate(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: Any,
         sampling_params: dict[str, Any],
         request_id: str,
         image_data: list[Any] | None = None,
@@ -145,6 +149,7 @@ class HFServer:
             prompt_ids=prompt,
             params=params,
             rng=random.Random(self._seed(params.seed, prompt)),
+            stop_strings=self._stop_strings(params),
         )
         finished: Row = await asyncio.wrap_future(self._engine.submit(row))
         return self._output(finished)
@@ -224,7 +229,7 @@ class HFServer:
         self._kv_awake = True
 
     async def begin_weights_update(self, handle: Any | None = None, proof: bytes = b"") -> bool:
-        """Starts an update. Until it is complete the server refuses requests.
+        """Starts an update. Until it is complete the server refuses requests, and those that run are held.
 
         Args:
             handle: CUDA IPC handle of the trainer's bucket, or None.
@@ -254,8 +259,9 @@ class HFServer:
             await self.set_global_steps(global_steps)
 
     async def cancel_weights_update(self) -> None:
-        """Ends an update that failed at the trainer. The weights stay unusable until a complete one."""
-        await self._call(self._close_receiver)
+        """Ends an update that failed at the trainer, and the requests that it held. The weights stay unusable until a
+        complete one."""
+        await self._call(self._cancel_update)
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Sets the version of the weights; the server's own request seeds start over from it."""
@@ -297,6 +303,7 @@ class HFServer:
 
     def _begin_update(self, handle: Any | None, proof: bytes) -> bool:
         self._close_receiver()
+        self._engine.hold()
         self._hosted.allocate()
         self._hosted.weights = "incomplete"
         self._loader = WeightLoader(self._hosted.model)
@@ -309,6 +316,12 @@ class HFServer:
         self._close_receiver()
         loader.finish()
         self._hosted.weights = "ready"
+        self._engine.go_on()
+
+    def _cancel_update(self) -> None:
+        self._close_receiver()
+        self._engine.fail(_update_failed())
+        self._engine.go_on()
 
     def _close_receiver(self) -> None:
         if self._receiver is not None:
@@ -330,6 +343,16 @@ class HFServer:
                 consequence="the request fails",
                 remedy="wake_up(['kv_cache']) before generate (verl's trainers do: is a request sent out of turn?)",
             )
+
+    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop:
+            return None
+        decode = functools.partial(
+            self._tokenizer.decode,
+            skip_special_tokens=params.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return StopStrings(params.stop, decode)
 
     def _seed(self, seed: int | None, prompt: tuple[int, ...]) -> int:
         """The request's seed: from its own and the prompt, or, without one, from what this server has seen."""
@@ -393,4 +416,14 @@ def _require_text_only(*media: Any) -> None:
         found="multimodal data",
         consequence="this request is refused",
         remedy="actor_rollout_ref.rollout.name=vllm",
+    )
+
+
+def _update_failed() -> RolloutError:
+    return RolloutError(
+        "rollout request that ran as an update of the weights began",
+        expected="a complete update, after which it goes on",
+        found="an update that failed",
+        consequence="the request fails",
+        remedy="see the error of the weight update before this one",
     )

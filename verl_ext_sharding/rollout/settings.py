@@ -34,7 +34,7 @@ class ModelSpec:
         config_path: The same for the config, or None for `path`.
         tokenizer_path: The same for the tokenizer, or None for `path`.
         dtype: `rollout.dtype`, one of `DTYPES`.
-        attn_implementation: "sdpa" or "eager".
+        attn_implementation: "sdpa" or "eager"; None is transformers' own choice: sdpa where the model has it.
         override_config: `model.override_config`, as verl applies it to the actor.
         trust_remote_code: As transformers.
         external_lib: Modules to import first.
@@ -46,7 +46,7 @@ class ModelSpec:
     config_path: str | None = None
     tokenizer_path: str | None = None
     dtype: str = "bfloat16"
-    attn_implementation: str = "sdpa"
+    attn_implementation: str | None = None
     override_config: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     external_lib: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ def _model_spec(rollout: Mapping[str, Any], model: Mapping[str, Any], *, load_we
         config_path=model.get("hf_config_path"),
         tokenizer_path=model.get("tokenizer_path"),
         dtype=rollout.get("dtype", "bfloat16"),
-        attn_implementation=wanted or (actors if actors in ATTENTION else ATTENTION[0]),
+        attn_implementation=wanted or (actors if actors in ATTENTION else None),
         override_config=override,
         trust_remote_code=bool(model.get("trust_remote_code", False)),
         external_lib=(external,) if isinstance(external, str) else tuple(external),

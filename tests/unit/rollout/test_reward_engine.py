@@ -173,3 +173,14 @@ def test_a_sequence_whose_caller_has_gone_is_never_scored(engine_of):
     scorer.release()
     assert submit(engine, [3]).result(30) == [3.0]
     assert [2] not in [ids for batch in scorer.batches for ids in batch]
+
+
+def test_a_device_that_can_not_even_be_freed_fails_its_sequences_and_leaves_none_waiting(engine_of):
+    def broken():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    engine = engine_of(Scorer(), recover=broken)
+    for future in (*engine.submit([[-1], [-1, -1]]), submit(engine, [-1])):
+        with pytest.raises(RewardRequestError, match="a poisoned sequence"):
+            future.result(10)
+    assert submit(engine, [5]).result(10) == [5.0]

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from reward_tokenizers import MARKS, byte_level, slow, words
+from reward_tokenizers import MARKS, TEMPLATE, byte_level, slow, words
 
 from verl_ext_sharding.config.reward_limits import InputLimit
 from verl_ext_sharding.errors import ConfigError, RewardInputError
@@ -237,3 +237,37 @@ def test_a_tokenizer_without_a_chat_template_is_refused_with_what_to_set():
 def test_a_model_without_a_tokenizer_is_refused():
     with pytest.raises(ConfigError, match="a tokenizer in the reward model's folder"):
         check(None)
+
+
+def with_added(token, *, template=TEMPLATE):
+    """The tokenizer of words with one more token, the last id."""
+    tokenizer = words(template)
+    tokenizer.add_tokens([token])
+    return tokenizer
+
+
+def test_an_added_token_that_no_text_needs_may_have_no_row():
+    """As the image token of Gemma 3, whose text models have one row less than their tokenizer has ids."""
+    check(with_added("<image>"), rows=len(words()))
+
+
+def test_an_added_token_that_the_template_writes_needs_a_row():
+    tokenizer = with_added("<turn>", template="{% for m in messages %}<turn>{{ m['content'] }}{% endfor %}")
+    with pytest.raises(ConfigError, match=f"up to {len(words())}"):
+        check(tokenizer, rows=len(words()))
+
+
+def test_a_sample_that_holds_a_token_without_a_row_is_refused_by_its_name():
+    tokenizer = with_added("<image>")
+    prepared = RewardTemplate(
+        tokenizer=tokenizer, limit=InputLimit(tokens=None, source="a test"), rows=len(tokenizer) - 1
+    )
+    assert prepared.prepare(chat(), "w1 w2").num_tokens > 2
+    with pytest.raises(RewardInputError, match="'<image>'"):
+        prepared.prepare(chat(), "w1 <image> w2")
+
+
+def test_a_conversation_that_the_template_refuses_is_told_with_its_roles():
+    strict = "{{ raise_exception('System role not supported') if messages[0]['role'] == 'system' else 'w1' }}"
+    with pytest.raises(RewardInputError, match=r"System role not supported \(messages of system, user, assistant\)"):
+        template(words(strict), 30).prepare(chat(), "w1")

@@ -79,8 +79,9 @@ def test_without_a_pad_token_the_last_token_is_scored_whatever_it_is(name, last,
     )
 
 
-def test_a_model_that_looks_at_the_last_column_is_never_padded(folder):
-    assert not _load(folder("xlnet", tiny.xlnet())).pads
+@pytest.mark.parametrize("name", ["xlnet", "nystromformer"])
+def test_a_model_that_looks_at_padded_columns_is_never_padded(name, folder):
+    assert not _load(folder(name, getattr(tiny, name)())).pads
 
 
 @pytest.mark.parametrize(
@@ -124,11 +125,12 @@ def test_a_model_that_gives_no_score_for_each_sequence_is_refused(folder, monkey
         _load(folder("llama", tiny.llama()))
 
 
-def test_layers_that_visit_from_the_host_score_the_same(folder):
-    model = tiny.llama()
-    served = _load(folder("llama", model), asked={"offload_params": True, "execution_device": "cpu"})
-    assert served.weight_bytes == 0
-    assert served.score(MIXED) == _load(folder("llama", model)).score(MIXED)
+@pytest.mark.parametrize(("name", "stay_bytes"), [("llama", 0), ("deberta", 2 * 16 * 32 * 4)])
+def test_layers_that_visit_from_the_host_score_the_same(name, stay_bytes, folder):
+    path = folder(name, getattr(tiny, name)())
+    served = _load(path, asked={"offload_params": True, "execution_device": "cpu"})
+    assert served.weight_bytes == stay_bytes  # the table of relative positions, which is read past its module
+    assert served.score(MIXED) == _load(path).score(MIXED)
 
 
 def test_an_execution_device_that_the_process_has_not_is_refused(folder):
@@ -182,3 +184,43 @@ def test_weights_that_find_no_room_stay_parked(monkeypatch):
 
 def _no_memory(*args, **kwargs):
     raise torch.OutOfMemoryError("out of memory")
+
+
+@pytest.mark.parametrize("architecture", ["TokenClassification", "QuestionAnswering", "MultipleChoice"])
+def test_a_head_of_another_kind_is_refused_though_its_weights_have_the_same_name(architecture, tmp_path):
+    """verl saves critics as token classifiers: their head has a bias, which a sequence classifier would drop."""
+    model = tiny.llama()
+    path = tiny.save(model, tmp_path)
+    model.config.architectures = [f"LlamaFor{architecture}"]
+    model.config.save_pretrained(path)
+    with pytest.raises(ConfigError, match=architecture):
+        _load(path)
+
+
+def test_a_head_with_more_weights_than_the_models_class_has_is_refused(tmp_path):
+    model = tiny.llama()
+    path = tiny.save(model, tmp_path)
+    model.save_pretrained(path, state_dict={**model.state_dict(), "score.bias": torch.ones(1)})
+    with pytest.raises(ConfigError, match=r"no place for score\.bias"):
+        _load(path)
+
+
+def test_weights_of_another_task_beside_the_head_are_left_out(tmp_path):
+    model = tiny.llama()
+    path = tiny.save(model, tmp_path)
+    model.save_pretrained(path, state_dict={**model.state_dict(), "lm_head.weight": torch.ones(tiny.VOCAB, 32)})
+    assert _load(path).score(MIXED[:1]) == [tiny.alone(model, MIXED[0])]
+
+
+def test_a_negative_pad_token_means_none(folder):
+    model = tiny.llama(pad=-1)
+    served = _load(folder("llama_minus_one", model))
+    torch.testing.assert_close(
+        torch.tensor(served.score(MIXED)), torch.tensor([tiny.alone(model, ids) for ids in MIXED]), atol=1e-5, rtol=0
+    )
+
+
+def test_a_tokenizer_whose_first_token_has_no_row_is_refused_as_the_server_loads(tmp_path):
+    path = tiny.save(tiny.llama(), tmp_path, bos=tiny.VOCAB + 7)
+    with pytest.raises(ConfigError, match=f"id {tiny.VOCAB + 7}"):
+        _load(path)

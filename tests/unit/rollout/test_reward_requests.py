@@ -280,3 +280,7 @@ def test_neither_requests_nor_settings_nor_an_idle_server_import_torch_or_verl()
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_field_of_vllms_that_asks_for_nothing_is_taken():
+    assert parse_request({"input": "a", "truncate_prompt_tokens": None}, "m") == parse_request({"input": "a"}, "m")

@@ -273,3 +273,15 @@ def test_the_server_listens_on_a_free_port_of_its_address(host, folder):
     address, answer = asyncio.run(asyncio.wait_for(scenario(), 60))
     assert answer.status_code == 200
     assert address.startswith("[::1]:" if host == "::1" else "127.0.0.1:")
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_model_of_several_outputs_is_told_which_one_is_the_score(labels, tmp_path, caplog):
+    async def scenario():
+        async with _serving(tiny.save(tiny.llama(labels=labels), tmp_path)):
+            return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+    warned = asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert warned == [
+        f"{tmp_path} has 3 outputs (LABEL_0, LABEL_1, LABEL_2); verl takes the last one, LABEL_2, as the score"
+    ] * (labels > 1)

@@ -179,9 +179,10 @@ def test_off_sends_what_verl_would_send(models, server):
 
 def test_error_ends_in_an_error_and_asks_nothing(models, server):
     made = worker(models, server, sharding={"guards": {"reward_length": "error"}})
-    with pytest.raises(RewardInputError, match="at most 64 tokens"):
+    with pytest.raises(RewardInputError, match="at most 64 tokens") as caught:
         score(made, sample(response="w4 " * 300))
     assert server.asked == []
+    assert made.first_failure() is caught.value
 
 
 def test_the_length_that_the_agent_loop_gives_wins_over_a_mask_of_several_outputs(models, server):

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from verl_ext_sharding.rollout.checks import check_rollout
+from verl_ext_sharding.rollout.checks import check_rollout, check_teachers
 from verl_ext_sharding.rollout.settings import server_settings
 
 FINE = {
@@ -133,8 +133,8 @@ def test_weights_are_read_where_no_update_brings_them(mode, load_format, loads):
 @pytest.mark.parametrize(
     ("override", "engine", "expected"),
     [
-        ({}, {}, "sdpa"),
-        ({"attn_implementation": "flash_attention_2"}, {}, "sdpa"),
+        ({}, {}, None),
+        ({"attn_implementation": "flash_attention_2"}, {}, None),
         ({"attn_implementation": "eager"}, {}, "eager"),
         ({"attn_implementation": "eager"}, {"attn_implementation": "sdpa"}, "sdpa"),
     ],
@@ -152,3 +152,23 @@ def test_the_room_imports_neither_torch_nor_ray_nor_verl():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def _teachers(**engines):
+    models = {name: {"inference": {"name": engine}} for name, engine in engines.items()}
+    return {"enabled": True, "teacher_models": models}
+
+
+@pytest.mark.parametrize(
+    ("distillation", "remedies"),
+    [
+        (_teachers(teacher_model="hf"), ["distillation.teacher_models.teacher_model.inference.name=vllm"]),
+        (_teachers(math="vllm", code="hf"), ["distillation.teacher_models.code.inference.name=vllm"]),
+        (_teachers(teacher_model="hf", math="vllm"), []),  # verl drops the default name beside others
+        (_teachers(teacher_model="vllm"), []),
+        ({**_teachers(teacher_model="hf"), "enabled": False}, []),
+        ({}, []),
+    ],
+)
+def test_a_teacher_must_give_log_probs_of_prompts(distillation, remedies):
+    assert [error.remedy for error in check_teachers(distillation)] == remedies

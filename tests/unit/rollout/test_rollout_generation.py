@@ -293,3 +293,14 @@ def test_long_runs_of_joining_and_leaving_rows_keep_the_buffer_small(serve):
 )
 def test_rows_join_a_running_batch_only_where_no_row_can_change_another(config, merges):
     assert can_merge(config, MAX_LEN) is merges
+
+
+def test_two_aborts_at_once_each_tell_their_own(model, serve):
+    held = Held(model, forward=6)
+    target = serve(model)
+    futures = [target.submit(row(prompt(4, index), name=str(index), seed=index, max_tokens=50)) for index in range(3)]
+    held.wait()
+    told = [target.abort([name]) for name in ("0", "2")]
+    held.release()
+    assert [future.result(timeout=30) for future in told] == [["0"], ["2"]]
+    assert [future.result(timeout=60).stop_reason for future in futures] == ["aborted", "completed", "aborted"]

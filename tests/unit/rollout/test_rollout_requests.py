@@ -4,6 +4,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.rollout.requests import (
@@ -77,6 +78,8 @@ def test_ignore_eos_keeps_the_requests_own_stop_tokens():
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
         ("n", 2),
+        ("stop", [""]),
+        ("stop", [5]),
     ],
 )
 def test_a_value_out_of_range_names_its_key(key, value):
@@ -87,12 +90,31 @@ def test_a_value_out_of_range_names_its_key(key, value):
 def test_an_unknown_key_is_refused_with_the_nearest_known_one():
     with pytest.raises(ConfigError, match="write 'temperature'"):
         _parse(temprature=0.5)
-    with pytest.raises(ConfigError, match="prompt_logprobs"):
-        _parse(prompt_logprobs=0)
 
 
-def test_keys_that_only_shape_text_or_are_none_are_accepted():
-    assert _parse(detokenize=False, stop=None) == _parse()
+@pytest.mark.parametrize(("key", "value"), [("prompt_logprobs", 0), ("min_tokens", 4), ("presence_penalty", 0.5)])
+def test_what_only_vllm_does_is_refused_without_the_name_of_something_else(key, value):
+    with pytest.raises(ConfigError) as caught:
+        _parse(**{key: value})
+    assert caught.value.remedy == f"drop '{key}', or use actor_rollout_ref.rollout.name=vllm"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"detokenize": False, "stop": None, "include_stop_str_in_output": True},
+        {"stop": [], "min_tokens": 0, "best_of": 1, "bad_words": []},
+        {"presence_penalty": 0.0, "frequency_penalty": 0, "length_penalty": 1.0},
+    ],
+    ids=["text", "nothing", "penalties"],
+)
+def test_keys_that_only_shape_text_or_ask_for_nothing_are_accepted(values):
+    assert _parse(**values) == _parse()
+
+
+@pytest.mark.parametrize(("stop", "texts"), [("END", ("END",)), (["a", "b"], ("a", "b"))])
+def test_a_stop_string_may_come_alone_or_in_a_list(stop, texts):
+    assert _parse(stop=stop).stop == texts
 
 
 @pytest.mark.parametrize("prompt", [[], [1, 100], [1, -1], [1] * 64], ids=["empty", "too high", "negative", "long"])
@@ -101,8 +123,20 @@ def test_a_prompt_that_the_model_cannot_take_is_refused(prompt):
         check_prompt(prompt, DEFAULTS)
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
-def test_a_prompt_may_be_any_one_dimensional_kind(kind):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        list,
+        tuple,
+        np.array,
+        torch.tensor,
+        lambda ids: BatchEncoding({"input_ids": ids, "attention_mask": [1, 1, 1]}),
+        lambda ids: {"input_ids": torch.tensor([ids])},
+        lambda ids: [ids],
+    ],
+    ids=["list", "tuple", "array", "tensor", "encoding", "batch_of_one", "list_of_one"],
+)
+def test_a_prompt_may_be_any_kind_that_verls_other_servers_take(kind):
     assert check_prompt(kind([1, 2, 3]), DEFAULTS) == (1, 2, 3)
 
 

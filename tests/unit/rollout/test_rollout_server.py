@@ -273,3 +273,34 @@ def test_ids_that_the_tokenizer_does_not_know_are_never_sampled(tmp_path):
         assert max(max(output.token_ids) for output in outputs) < 12 < VOCAB
 
     asyncio.run(scenario())
+
+
+async def _runs_as_an_update_begins(server):
+    """A request that runs, and the tokens that it has while an update is open."""
+    running = asyncio.ensure_future(server.generate(prompt(4), {**SAMPLED, "ignore_eos": True, "max_tokens": 200}, "a"))
+    while not server._engine._merging.rows:
+        await asyncio.sleep(0)
+    await server.begin_weights_update()
+    (row,) = server._engine._merging.rows
+    before = len(row.token_ids)
+    for _ in range(20):
+        await server._call(int)  # a turn of the engine's thread
+    assert len(row.token_ids) == before < 200
+    return running
+
+
+@serving
+async def test_a_request_that_runs_gets_no_token_of_half_updated_weights(checkpoint):
+    server = await _ready(checkpoint, max_model_len=256)
+    running = await _runs_as_an_update_begins(server)
+    await _update(server, qwen2(seed=3))
+    assert len((await running).token_ids) == 200
+
+
+@serving
+async def test_a_request_that_an_update_held_fails_with_it(checkpoint):
+    server = await _ready(checkpoint, max_model_len=256)
+    running = await _runs_as_an_update_begins(server)
+    await server.cancel_weights_update()
+    with pytest.raises(RolloutError, match="an update that failed"):
+        await running

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 import torch
-from tiny_models import llama, moe, prompt, qwen2, save, sliding
+from tiny_models import llama, mamba, moe, prompt, qwen2, save, sliding
 
 from verl_ext_sharding.rollout import memory
 from verl_ext_sharding.rollout.modeling import build, host
@@ -228,9 +228,9 @@ def test_sleep_frees_the_weights_to_the_byte_and_keeps_parameters_buffers_and_ti
 def test_the_tokenizer_and_the_generation_config_say_what_ends_a_response(tmp_path):
     model = qwen2()
     model.generation_config.eos_token_id = [5, 6]
-    _, eos, num_known = build(ModelSpec(path=save(model, tmp_path, known_ids=90, eos=4), load_weights=True), CPU)
+    _, eos, tokenizer = build(ModelSpec(path=save(model, tmp_path, known_ids=90, eos=4), load_weights=True), CPU)
     assert eos == {4, 5, 6}
-    assert num_known == 90
+    assert len(tokenizer) == 90
 
 
 def test_a_checkpoint_is_loaded_where_no_update_will_come(tmp_path):
@@ -256,3 +256,29 @@ def test_memory_that_was_freed_leaves_the_process():
     del blocks
     memory.give_back(CPU)
     assert before - memory.resident_bytes() > 50 << 20
+
+
+def test_file_pages_that_the_kernel_takes_back_count_as_available(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_proc_kib", lambda path, key: 1 << 30)
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("950\n")
+    (tmp_path / "memory.stat").write_text("anon 200\nfile 750\ninactive_file 700\nactive_file 50\n")
+    assert memory.available_bytes(CPU) == 1000 - (950 - 700)
+
+
+def test_a_model_without_sdpa_is_served_with_the_attention_that_it_has(tmp_path):
+    trained = mamba(seed=3)
+    hosted = _empty(tmp_path, mamba(seed=1))
+    hosted.allocate()
+    _send(trained.state_dict().items(), LocalEndpoint(hosted.model))
+    ids = torch.tensor([prompt(20)])
+    assert torch.equal(hosted.model(input_ids=ids).logits, trained(input_ids=ids).logits)
+
+
+def test_without_a_generation_config_the_models_own_list_ends_a_response(tmp_path):
+    model = qwen2()
+    model.config.eos_token_id = [5, 6]
+    path = save(model, tmp_path, eos=4)
+    (tmp_path / "generation_config.json").unlink()
+    assert build(ModelSpec(path=path), CPU)[1] == {4, 5, 6}

@@ -9,10 +9,14 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    NystromformerConfig,
+    NystromformerForSequenceClassification,
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForSequenceClassification,
@@ -66,6 +70,35 @@ def roberta() -> torch.nn.Module:
     return _made(RobertaForSequenceClassification, config)
 
 
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def deberta() -> torch.nn.Module:
+    """Its encoder reads the weights of a submodule, the relative positions, without calling it."""
+    config = DebertaV2Config(
+        **_SIZES,
+        vocab_size=VOCAB,
+        relative_attention=True,
+        position_biased_input=False,
+        pos_att_type=["p2c", "c2p"],
+        max_relative_positions=32,
+        position_buckets=16,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    return _made(DebertaV2ForSequenceClassification, config)
+
+
+def nystromformer() -> torch.nn.Module:
+    """Its landmarks are means over all columns, padding too: a score moves by a few percent."""
+    config = NystromformerConfig(
+        **_SIZES, vocab_size=VOCAB, num_landmarks=8, segment_means_seq_len=8, num_labels=1, pad_token_id=0
+    )
+    return _made(NystromformerForSequenceClassification, config)
+
+
 def xlnet() -> torch.nn.Module:
     """Scores the last column, whatever it holds."""
     config = XLNetConfig(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=48, num_labels=1, pad_token_id=5)
@@ -81,14 +114,14 @@ def _made(cls: Any, config: Any) -> torch.nn.Module:
     return model
 
 
-def save(model: torch.nn.Module, folder: Any) -> str:
+def save(model: torch.nn.Module, folder: Any, *, bos: int = BOS) -> str:
     """Writes a checkpoint with a tokenizer that puts a bos token in front and knows the words w5, w6, ..."""
     model.save_pretrained(folder)
-    words = {"<pad>": PAD, "<1>": 1, "<s>": BOS, "</s>": EOS, "<unk>": UNKNOWN}
+    words = {"<pad>": PAD, "<1>": 1, "<s>": bos, "</s>": EOS, "<unk>": UNKNOWN}
     words |= {f"w{index}": index for index in range(5, VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **special).save_pretrained(folder)
     return str(folder)
