@@ -182,7 +182,7 @@ def test_error_ends_in_an_error_and_asks_nothing(models, server):
     with pytest.raises(RewardInputError, match="at most 64 tokens") as caught:
         score(made, sample(response="w4 " * 300))
     assert server.asked == []
-    assert made.first_failure() is caught.value
+    assert made.first_error is caught.value
 
 
 def test_the_length_that_the_agent_loop_gives_wins_over_a_mask_of_several_outputs(models, server):
