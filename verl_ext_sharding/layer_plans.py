@@ -142,8 +142,7 @@ def _model(config: DictConfig, role: str, *, valued: bool) -> Any:
     except Exception as error:  # hub, network and file system each have errors of their own
         logger.info("model of %s can't be read here: %s", role, str(error).splitlines()[0])
         return None
-    for key, value in _overridden(block).items():
-        setattr(hf_config, key, value)
+    _override(hf_config, _overridden(block))
     model_type = "value_model" if valued else "language_model"
     model = meta_model(hf_config, role=role, model_type=model_type, trust_remote_code=trust)
     if uses_lora(config, MODEL_BLOCK[role]):
@@ -155,8 +154,17 @@ def _overridden(block: DictConfig) -> dict[str, Any]:
     """As verl's `HFModelConfig` applies `override_config`."""
     plain = OmegaConf.to_container(block.get("override_config") or OmegaConf.create({}), resolve=True)
     assert isinstance(plain, dict)
-    inner = plain.get("model_config", plain)
-    return {str(key): value for key, value in inner.items() if not isinstance(value, dict)}
+    inner: dict[str, Any] = plain.get("model_config", plain)
+    return inner
+
+
+def _override(hf_config: Any, values: Mapping[str, Any]) -> None:
+    """As verl's `update_model_config`; a block that the config has not is left to verl."""
+    for key, value in values.items():
+        if not isinstance(value, dict):
+            setattr(hf_config, key, value)
+        elif not isinstance(below := getattr(hf_config, key, None), dict | None):
+            _override(below, value)
 
 
 def _item_bytes(config: DictConfig, role: str) -> int:

@@ -81,7 +81,17 @@ def test_modes_are_read_as_they_are(mode):
 
 @pytest.mark.parametrize(
     "layers",
-    ["layers 0-13", "layers.0-13", "model.layers.0-13", "model.layers[0-13]", "layers [0 - 13]", "model.layers 0-13"],
+    [
+        *(
+            "layers 0-13",
+            "layers.0-13",
+            "model.layers.0-13",
+            "model.layers[0-13]",
+            "layers [0 - 13]",
+            "model.layers 0-13",
+        ),
+        *("layers 0\N{EN DASH}13", "layers 0..13", "layers 0 to 13", "layers[0 to 13]"),
+    ],
 )
 def test_every_form_of_a_range_of_layers_is_read(layers):
     found = checked({"": 1, layers: 0})
@@ -103,6 +113,60 @@ def test_a_short_name_is_the_one_module_that_it_can_mean(key, module):
         name for name in found.tensors if name.startswith(f"{module}.")
     }
     assert found.tensors["lm_head.weight"] == 1
+
+
+GPT2 = {
+    "transformer.wte.weight": 100,
+    **{f"transformer.h.{n}.attn.weight": 10 for n in range(4)},
+    "transformer.ln_f.weight": 1,
+    "score.weight": 1,
+}
+
+
+def of_other_names(names=GPT2, blocks="transformer.h", **parts):
+    """A model whose modules are called otherwise, with the parts that were found in it."""
+    tensors = {name: TensorInfo(num_bytes=size, num_elements=size) for name, size in names.items()}
+    modules = dict.fromkeys(
+        ".".join(name.split(".")[:end]) for name in tensors for end in range(1, len(name.split(".")))
+    )
+    layers = tuple(f"{blocks}.{n}" for n in range(4))
+    return ModelLayout(model_class="Other", tensors=tensors, modules=tuple(modules), blocks=layers, parts=parts)
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"embed": 0, "layers 0-1": 0, "layers 2-3": 1, "norm": 1, "lm_head": 1},
+        {"model.embed_tokens": 0, "model.layers.0-1": 0, "model.layers.2-3": 1, "model.norm": 1, "lm_head": 1},
+        {"embeddings": 0, "blocks[0-1]": 0, "layer 2": 1, "layer 3": 1, "final_layer_norm": 1, "head": 1},
+    ],
+    ids=["short", "as most are called", "yet others"],
+)
+def test_usual_names_mean_the_models_own_parts_where_no_module_is_called_so(device_map):
+    parts = {"embedding": "transformer.wte", "layers": "transformer.h", "norm": "transformer.ln_f", "head": "score"}
+    assert {name: place for name, place in checked(device_map, of_other_names(**parts)).modules.items() if place} == {
+        "transformer.h.2": 1,
+        "transformer.h.3": 1,
+        "transformer.ln_f": 1,
+        "score": 1,
+    }
+
+
+def test_of_several_modules_of_a_usual_name_the_decoders_is_meant():
+    names = {"vision.layers.0.weight": 1, "vision.norm.weight": 1}
+    names |= {f"text.layers.{n}.weight": 1 for n in range(4)} | {"text.norm.weight": 1}
+    model = of_other_names(names, "text.layers", layers="text.layers", norm="text.norm")
+    found = checked({"": 0, "layers 1-3": 1, "norm": 1}, model)
+    assert {name for name, place in found.tensors.items() if place} == {
+        *(f"text.layers.{n}.weight" for n in (1, 2, 3)),
+        "text.norm.weight",
+    }
+
+
+@pytest.mark.parametrize("around", ["base_model.model.{}", "module.{}", "language_model.{}", "_orig_mod.{}"])
+def test_what_wrappers_and_other_versions_put_around_a_name_is_left_out(around):
+    whole = {"model.embed_tokens": 0, "model.layers.0-27": 0, "model.norm": 1, "lm_head": 1}
+    assert checked({around.format(key): place for key, place in whole.items()}) == checked(whole)
 
 
 def test_a_short_name_does_not_mean_what_lies_inside_of_layers():
@@ -138,14 +202,14 @@ def test_every_tensor_lies_below_exactly_one_module_of_the_map():
     assert list(found.modules)[:3] == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
 
 
-def test_a_module_without_layers_may_be_spread_down_to_its_tensors():
+def test_a_module_without_layers_may_be_spread_down_to_its_own_tensors():
     part = TensorInfo(num_bytes=1, num_elements=1)
-    model = layout(2, extra={"visual.a.weight": part, "visual.b.weight": part, "visual.b.bias": part})
+    model = layout(2, extra={"visual.a.weight": part, "visual.b.weight": part, "visual.b.inner.bias": part})
     found = checked({"": 0, "visual.b.weight": 1}, model)
     assert {module: place for module, place in found.modules.items() if module.startswith("visual")} == {
         "visual.a": 0,
         "visual.b.weight": 1,
-        "visual.b.bias": 0,
+        "visual.b.inner": 0,
     }
 
 
@@ -262,7 +326,21 @@ def test_an_empty_device_is_named_by_place_where_its_number_is_not_known():
         ),
         pytest.param({"model": -1}, "a position 0 to 1", "model: -1", f"'{KEY}={{model:0}}'", id="negative"),
         pytest.param({"model": True}, "a position 0 to 1", "model: True", f"'{KEY}={{model:0}}'", id="bool"),
-        pytest.param({"model": 1.0}, "a position 0 to 1", "model: 1.0", f"'{KEY}={{model:0}}'", id="fraction"),
+        pytest.param({"model": 1.0}, "a position 0 to 1", "model: 1.0", f"'{KEY}={{model:1}}'", id="fraction"),
+        pytest.param(
+            {"model": "cuda1", "norm": "device 0"},
+            "a position 0 to 1",
+            "model: cuda1, norm: device 0",
+            f"'{KEY}={{model:1,norm:0}}'",
+            id="other words for a place",
+        ),
+        pytest.param(
+            {0: ["embed", "layers 0-13"], 1: ["layers 14-27", "norm", "lm_head"]},
+            "{module: place}, and a position 0 to 1",
+            "0: ['embed', 'layers 0-13'], 1: ['layers 14-27', 'norm', 'lm_head']",
+            f"'{KEY}={{embed:0,layers 0-13:0,layers 14-27:1,norm:1,lm_head:1}}'",
+            id="from places to modules",
+        ),
         pytest.param({"": 5}, "a position 0 to 1", "'': 5", f"{KEY}=auto", id="whole model out of range"),
         pytest.param(
             {"embed": 0, "layers 0-13": 1, "layers 14-27": 2, "norm": 3, "lm_head": 3},
@@ -305,7 +383,8 @@ def test_an_empty_device_is_named_by_place_where_its_number_is_not_known():
             {**WHOLE, "model.layer.3": 1},
             "the nearest are model.layers",
             "model.layer.3: 1",
-            f"'{KEY}={{model.embed_tokens:0,model.layers.0-27:0,model.norm:0,lm_head:0,model.layers.3:1}}'",
+            f"'{KEY}={{model.embed_tokens:0,model.layers.0-2:0,model.layers.3:1,model.layers.4-27:0,model.norm:0,"
+            "model.rotary_emb:0,lm_head:0}'",
             id="misspelt list",
         ),
         pytest.param({"zzzzzz": 0}, "the nearest are", "zzzzzz: 0", f"{KEY}=auto", id="no such module"),
@@ -313,28 +392,40 @@ def test_an_empty_device_is_named_by_place_where_its_number_is_not_known():
             {"": 0, "mlp": 1},
             "one module; 'mlp' may be model.layers.0.mlp, model.layers.1.mlp",
             "mlp: 1",
-            f"{KEY}=auto",
+            f"'{KEY}={{model.embed_tokens:0,model.layers.0-27:0,model.norm:0,model.rotary_emb:0,lm_head:0}}'",
             id="ambiguous",
         ),
         pytest.param(
             {**WHOLE, "layers 14-28": 1},
             "layers 0 to 27 of model.layers",
             "layers 14-28: 1",
-            f"'{KEY}={{model.embed_tokens:0,model.layers.0-27:0,model.norm:0,lm_head:0,model.layers.14-27:1}}'",
+            f"'{KEY}={{model.embed_tokens:0,model.layers.0-13:0,model.layers.14-27:1,model.norm:0,model.rotary_emb:0,"
+            "lm_head:0}'",
             id="beyond the last layer",
         ),
         pytest.param(
             {"layers 13-0": 0, "norm": 1},
             "from the lower to the higher",
             "layers 13-0: 0",
-            f"'{KEY}={{model.layers.0-13:0,norm:1}}'",
+            f"'{KEY}={{model.embed_tokens:0,model.layers.0-27:0,model.norm:1,model.rotary_emb:0,lm_head:1}}'",
             id="descending",
+        ),
+        pytest.param(
+            {**{f"model.layers.{n}": n // 16 for n in range(32)}, "model.embed": 0, "model.norn": 1, "lm_head": 1},
+            "layers 0 to 27 of model.layers",
+            "model.layers.28: 1, and 5 more such keys",
+            "'"
+            + KEY
+            + "={"
+            + ",".join(f"model.layers.{n}:{n // 16}" for n in range(28))
+            + ",model.embed_tokens:0,model.norm:1,lm_head:1}'",
+            id="the map of a longer model",
         ),
         pytest.param(
             {"norm 0-3": 0, "lm_head": 1},
             "numbered layers below model.norm",
             "norm 0-3: 0",
-            f"'{KEY}={{lm_head:1}}'",
+            f"'{KEY}={{model.embed_tokens:1,model.layers.0-27:1,model.norm:1,model.rotary_emb:1,lm_head:1}}'",
             id="no list",
         ),
         pytest.param(
@@ -344,6 +435,13 @@ def test_an_empty_device_is_named_by_place_where_its_number_is_not_known():
             f"'{KEY}={{model.embed_tokens:0,model.layers.0-13:0,model.layers.14-27:1,model.norm:1,model.rotary_emb:0,"
             "lm_head:1}'",
             id="a layer spread",
+        ),
+        pytest.param(
+            {**WHOLE, "lm_head.bias": 1},
+            "one place for the tensors that belong to one module",
+            "lm_head.weight on 0 and lm_head.bias on 1",
+            f"'{KEY}={{model.embed_tokens:0,model.layers.0-27:0,model.norm:0,model.rotary_emb:0,lm_head:0}}'",
+            id="a module spread",
         ),
         pytest.param(
             {"embed": 0, "layers 0-9": 0, "layers 12-27": 1, "lm_head": 1},
@@ -357,8 +455,9 @@ def test_an_empty_device_is_named_by_place_where_its_number_is_not_known():
     ],
 )
 def test_a_wrong_map_is_refused_with_what_to_type_instead(device_map, expected, found, remedy):
+    bias = {"lm_head.bias": TensorInfo(num_bytes=1, num_elements=1)} if "lm_head.bias" in device_map else {}
     with pytest.raises(ConfigError) as caught:
-        checked(device_map)
+        checked(device_map, layout(extra=bias))
     error = caught.value
     assert error.subject == KEY
     assert expected in error.expected
@@ -399,7 +498,15 @@ def test_many_tensors_without_a_place_are_counted():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"layers.3.mlp": 1}, {"layers 5-20": 1}, {"embed": 1}, {"layers 0-9": 1, "layers 5-27": 0}]
+    "wrong",
+    [
+        {"layers.3.mlp": 1},
+        {"layers 5-20": 1},
+        {"embed": 1},
+        {"layers 0-9": 1, "layers 5-27": 0},
+        {"embd": 0, "layerz 0-27": 1, "norm 3": 1},
+        {"layers 20-40": 1, "mlp": 0},
+    ],
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_map_that_a_refusal_offers_is_right(wrong, tied):

@@ -9,11 +9,13 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from transformers import Qwen2Config
 
 from verl_ext_sharding import envs, loading
 from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.engines.cpu import CpuDeviceMapEngineWithLMHead
 from verl_ext_sharding.engines.device_map import DeviceMapEngineMixin
+from verl_ext_sharding.engines.meta_models import meta_model
 from verl_ext_sharding.engines.optimizer_states import move_states
 from verl_ext_sharding.placement.bundles import Promise
 
@@ -59,6 +61,13 @@ def test_settings_that_only_fsdp_honours_are_refused_with_another_way(given, set
     ((found, way),) = refused(**given)
     assert setting in found
     assert remedy in way
+
+
+def test_a_pad_id_without_a_row_does_not_stop_the_check_of_a_map():
+    config = Qwen2Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, pad_token_id=8)
+    config.architectures = ["Qwen2ForCausalLM"]
+    assert meta_model(config, role="actor").get_input_embeddings().weight.shape[0] == 8
+    assert config.pad_token_id == 8
 
 
 @pytest.mark.parametrize("counts_on_device", [True, False])

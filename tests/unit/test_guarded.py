@@ -85,9 +85,12 @@ class Stock:
 
     role = "critic"
 
-    def __init__(self, *, packed=True, pad=PAD):
-        tokenizer = type("Tokenizer", (), {"pad_token_id": pad, "__len__": lambda self: TOKENS})()
-        self.model_config = SimpleNamespace(tokenizer=tokenizer, use_remove_padding=packed)
+    def __init__(self, *, packed=True, pad=PAD, vocabulary=None, hf_config=None):
+        names = {"pad_token_id": pad, "__len__": lambda self: TOKENS}
+        if vocabulary is not None:
+            names["get_vocab"] = lambda self: vocabulary
+        tokenizer = type("Tokenizer", (), names)()
+        self.model_config = SimpleNamespace(tokenizer=tokenizer, use_remove_padding=packed, hf_config=hf_config)
         self.seen, self.failure = [], None
 
     def _build_module(self):
@@ -215,6 +218,41 @@ def test_a_model_without_an_embedding_is_not_guarded(engine, monkeypatch):
 )
 def test_a_pad_id_without_a_row_does_no_harm_where_sequences_are_packed(options, pad, engine):
     assert engine("mask", **options).token_guard.pad_token_id == pad
+
+
+def test_an_id_behind_a_gap_in_the_tokenizers_ids_is_one_of_its_tokens(engine):
+    vocabulary = {
+        **{str(n): n for n in range(TOKENS - 1)},
+        "<last>": TOKENS,
+    }  # as many tokens as before, one id skipped
+    guarded = engine("mask", vocabulary=vocabulary)
+    guarded.forward_backward_batch(batch([2, 3, TOKENS]), None)
+    assert rows_of(guarded.seen[0]["input_ids"]) == [[2, 3, TOKENS]]
+
+
+def test_a_model_that_can_not_tell_its_embedding_is_built_without_a_guard(engine, monkeypatch):
+    def build(self):
+        module = torch.nn.Linear(2, 2)
+        module.get_input_embeddings = lambda: (_ for _ in ()).throw(NotImplementedError)
+        return module
+
+    monkeypatch.setattr(Stock, "_build_module", build)
+    assert engine("error").token_guard is None
+
+
+def test_a_pad_id_that_the_model_can_not_be_built_with_is_refused_with_the_key_that_changes_it(engine, monkeypatch):
+    from transformers import Qwen2Config, Qwen2Model
+
+    config = Qwen2Config(vocab_size=ROWS, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, pad_token_id=ROWS)
+    monkeypatch.setattr(Stock, "_build_module", lambda self: Qwen2Model(config))
+    with pytest.raises(TokenIdError) as caught:
+        engine("error", hf_config=config)
+    assert caught.value.subject == "pad token of the critic"
+    assert (caught.value.expected.split(",")[0], caught.value.found.split(",")[0]) == (
+        f"an id from 0 to {ROWS - 1}",
+        f"pad_token_id {ROWS}",
+    )
+    assert caught.value.remedy.endswith("+critic.model.override_config.pad_token_id=0")
 
 
 # What is counted and said

@@ -118,6 +118,14 @@ def test_a_models_overridden_config_and_dtype_are_what_is_planned(planned):
     assert layer_map.num_bytes["model.embed_tokens"] == BF16 * NUM_EMBEDDED  # in the dtype in which it is stored
 
 
+def test_an_override_of_a_block_in_a_models_config_changes_that_block():
+    from transformers import Qwen2_5_VLConfig
+
+    config = Qwen2_5_VLConfig()
+    layer_plans._override(config, {"text_config": {"num_hidden_layers": 3}, "tie_word_embeddings": True})
+    assert (config.text_config.num_hidden_layers, config.tie_word_embeddings) == (3, True)
+
+
 def test_a_reference_in_the_actors_process_follows_the_actors_map(planned):
     plan = planned(*SPREAD_ACTOR, "sharding.roles.actor.device_map=balanced_low_0")
     assert layers_of(plan, "ref").device_map == "balanced_low_0"

@@ -12,10 +12,12 @@ from verl.utils.metric import Metric
 
 from verl_ext_sharding.config import spec
 from verl_ext_sharding.config.guards import Guards
+from verl_ext_sharding.config.measures import MODEL_BLOCK
 from verl_ext_sharding.errors import ShardingError, TokenIdError
 from verl_ext_sharding.training import alignment
-from verl_ext_sharding.training.device_asserts import explain_device_assert
+from verl_ext_sharding.training.device_asserts import chain, explain_device_assert
 from verl_ext_sharding.training.guards import KINDS, Checked, TokenGuard
+from verl_ext_sharding.training.layers import input_embedding
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,15 @@ class GuardedEngineMixin:
         self._warned_of_ids = False
 
     def _build_module(self) -> torch.nn.Module:
-        module: Any = super()._build_module()  # type: ignore[misc]
-        embedding: Any = module.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
+        try:
+            module: Any = super()._build_module()  # type: ignore[misc]
+        except (
+            Exception
+        ) as error:  # torch's assertion of an embedding without such a row, which verl hides for a critic
+            if not any("padding_idx" in str(link).lower() for link in chain(error)):
+                raise
+            raise self._pad_without_row() from error
+        embedding: Any = input_embedding(module)
         if self.guards.token_ids != "off" and isinstance(getattr(embedding, "weight", None), torch.Tensor):
             tokenizer = getattr(self.model_config, "tokenizer", None)
             rows = embedding.weight.shape[0]
@@ -50,11 +59,22 @@ class GuardedEngineMixin:
                 role=self.role,
                 policy=self.guards.token_ids,
                 rows=rows,
-                tokenizer_size=len(tokenizer) if tokenizer is not None else None,
+                tokenizer_size=_num_ids(tokenizer),
                 # packed sequences have no padding, so that a pad token without a row does no harm
                 pad_token_id=0 if self.model_config.use_remove_padding and pad is not None and pad >= rows else pad,
             )
         return module
+
+    def _pad_without_row(self) -> TokenIdError:
+        config = self.model_config.hf_config
+        block = MODEL_BLOCK[self.role]
+        return TokenIdError(
+            f"pad token of the {self.role}",
+            expected=f"an id from 0 to {config.get_text_config().vocab_size - 1}, which has a row in the model's embedding",
+            found=f"pad_token_id {config.pad_token_id}, as its tokenizer has it",
+            consequence="the run stops, since the model can't be built",
+            remedy=f"take the tokenizer that belongs to the model, or +{block}.override_config.pad_token_id=0",
+        )
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         module = super()._build_fsdp_module(module)  # type: ignore[misc]
@@ -110,6 +130,17 @@ class GuardedEngineMixin:
                 if name in data.keys():  # noqa: SIM118  (a TensorDict takes no `in`)
                     data[name] = without(data[name], checked.replaced)
         return checked
+
+
+def _num_ids(tokenizer: Any) -> int | None:
+    """Ids up to a tokenizer's last, which are more than its tokens where ids leave gaps."""
+    if tokenizer is None:
+        return None
+    try:
+        highest = max(tokenizer.get_vocab().values(), default=-1)
+    except (AttributeError, NotImplementedError):  # tokenizers that a checkpoint brings
+        highest = -1
+    return max(len(tokenizer), highest + 1)
 
 
 def without(mask: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,8 @@ def meta_model(
 
     check_transformers(hf_config, role=role)
     config = copy.deepcopy(hf_config)
+    for one in (config, config.get_text_config()):
+        one.pad_token_id = None  # one without a row is for the engine to explain, which builds the model with it
     with init_empty_weights(include_buffers=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if model_type == "value_model":

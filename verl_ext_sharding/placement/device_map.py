@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.devices import format_devices
 from verl_ext_sharding.placement.layer_keys import (
     HOST,
@@ -204,7 +205,11 @@ def nearest_block(name: str, layout: ModelLayout) -> str | None:
 
 def _placed(places: Mapping[str, Place], layout: ModelLayout, role: str) -> tuple[dict[str, Place], dict[str, str]]:
     """Place of every tensor, and the modules that `_join_tied` moved."""
-    claimed, clashes = claims(places, layout, role)
+    claimed, clashes, wrong = claims(places, layout)
+    if wrong:
+        first, more = wrong[0], f", and {len(wrong) - 1} more such keys" if len(wrong) > 1 else ""
+        remedy = _mended(places, {one.key: one.instead for one in wrong}, layout, role)
+        refuse(role, first.expected, f"{first.key}: {places[first.key]}{more}", remedy)
     placed = {name: _longest(name, claimed) for name in layout.tensors}
     if clashes:
         more = f", and {len(clashes) - 1} more" if len(clashes) > 1 else ""
@@ -217,6 +222,15 @@ def _placed(places: Mapping[str, Place], layout: ModelLayout, role: str) -> tupl
             role,
             f"each layer of {layout.model_class} whole on one place",
             f"{spread[0]} on {where}" + (f", and {len(spread) - 1} more such layers" if len(spread) > 1 else ""),
+            override(role, _completed(placed, layout)),
+        )
+    apart = [owner for owner, names in _by_owner(layout).items() if len({placed[name] for name in names} - {None}) > 1]
+    if apart:
+        where = " and ".join(dict.fromkeys(f"{name} on {placed[name]}" for name in _by_owner(layout)[apart[0]]))
+        refuse(
+            role,
+            "one place for the tensors that belong to one module",
+            where + (f", and {len(apart) - 1} more such modules" if len(apart) > 1 else ""),
             override(role, _completed(placed, layout)),
         )
     moved = _join_tied(placed, layout)
@@ -233,6 +247,21 @@ def _placed(places: Mapping[str, Place], layout: ModelLayout, role: str) -> tupl
             override(role, _completed(placed, layout)),
         )
     return {name: place for name, place in placed.items() if place is not None}, moved
+
+
+def _mended(places: Mapping[str, Place], instead: Mapping[str, Sequence[str]], layout: ModelLayout, role: str) -> str:
+    """The map to type: the user's with other keys in the place of wrong ones, or the nearest that is right if that is not."""
+    mended: dict[str, Place] = {}
+    for key, place in places.items():
+        for name in instead.get(key, (key,)):
+            mended[name] = place
+    if not mended:
+        return f"{key_of(role)}=auto"
+    try:
+        _placed(mended, layout, role)
+    except ConfigError as error:
+        return error.remedy
+    return override(role, mended)
 
 
 def _longest(name: str, claimed: Mapping[str, Place]) -> Place | None:
@@ -272,15 +301,16 @@ def _place_computed(placed: dict[str, Place | None], layout: ModelLayout) -> Non
 def _completed(placed: Mapping[str, Place | None], layout: ModelLayout) -> dict[str, Place]:
     """The nearest map that is right: layers whole, and what has no place on that of what comes before it."""
     whole = dict(placed)
-    for names in _by_block(layout).values():
+    for names in (*_by_owner(layout).values(), *_by_block(layout).values()):
         whole.update(dict.fromkeys(names, next((whole[name] for name in names if whole[name] is not None), None)))
     _join_tied(whole, layout)
     _place_computed(whole, layout)
     last: Place = next((place for place in whole.values() if place is not None), 0)
     filled: dict[str, Place] = {}
     for name, place in whole.items():
-        last = last if place is None else place
-        filled[name] = last
+        filled[name] = last if place is None else place
+        if layout.tensors[name].kind != "computed":  # which follows the layers, wherever it stands
+            last = filled[name]
     entries = whole_modules(layout, filled)
     modules = {entries[name]: place for name, place in filled.items()}
     return {name: place for name, place, _ in _folded(modules)}
@@ -293,6 +323,15 @@ def _by_block(layout: ModelLayout) -> dict[str, list[str]]:
         for block in inside.keys() & set(ancestors(name)):
             inside[block].append(name)
     return inside
+
+
+def _by_owner(layout: ModelLayout) -> dict[str, list[str]]:
+    """Names of the tensors that belong to one module itself, which computes with all of them; not of computed buffers."""
+    names: dict[str, list[str]] = {}
+    for name, tensor in layout.tensors.items():
+        if tensor.kind != "computed":
+            names.setdefault(_owner(name), []).append(name)
+    return names
 
 
 def _owner(name: str) -> str:

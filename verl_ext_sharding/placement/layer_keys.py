@@ -3,7 +3,9 @@
 A place is a position in the role's own list of devices, 0 to k-1, as its process numbers its GPUs; or "cpu", where a
 layer lives and computes on the host. A key is the path of a module, and the longest one that leads to a tensor counts.
 Besides whole paths, keys may be `norm` and `embed` where one module is meant, `layers 0-13`, `model.layers[0-13]`,
-`layers.3`.
+`layers.3`. What wrappers and other versions of transformers put in front of a name is left out (`base_model.model.`,
+`language_model.`), and where a model has no module of a usual name (`embed`, `layers`, `norm`, `lm_head`), its own part is
+meant: `wte`, `h`, `ln_f`, `score`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from verl_ext_sharding.errors import ConfigError, did_you_mean
@@ -19,12 +21,24 @@ from verl_ext_sharding.placement.devices import format_devices
 
 Mode: TypeAlias = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 Place: TypeAlias = int | Literal["cpu"]
+Part: TypeAlias = Literal["embedding", "layers", "norm", "head"]
 
 MODES: tuple[Mode, ...] = ("auto", "balanced", "balanced_low_0", "sequential")
 HOST: Literal["cpu"] = "cpu"
 
 _NUMBER = re.compile(r"(?:(?:cuda|gpu|npu|xpu)\s*:\s*)?(\d+)", re.IGNORECASE)
-_LAYERS = re.compile(r"(.+?)(?:\s*\[\s*|\s*\.\s*|\s+)(\d+)(?:\s*-\s*(\d+))?\s*\]?")
+_LAYERS = re.compile(r"(.+?)(?:\s*\[\s*|\s*\.\s*|\s+)(\d+)(?:\s*(?:[-\u2013\u2014]|\.{2,3}|to)\s*(\d+))?\s*\]?")
+_USUAL_NAMES: tuple[tuple[Part, re.Pattern[str]], ...] = (
+    ("embedding", re.compile(r"(?:word_|tok(?:en)?_)?embed(?:ding)?s?|embed_(?:tokens|in)|wte")),
+    ("layers", re.compile(r"(?:decoder_)?(?:layers?|blocks?)|h")),
+    ("norm", re.compile(r"(?:final_)?(?:layer_?|rms_?)?norm|ln_f")),
+    ("head", re.compile(r"(?:lm_|value_|v_)?head|output(?:_layer)?|embed_out|score|classifier")),
+)
+"""How the parts that every decoder has are called, in one model or another."""
+_TRANSPARENT = frozenset(
+    {"base_model", "model", "language_model", "text_model", "vision_model", "transformer", "module", "_orig_mod"}
+)
+"""Names that wrappers and versions of transformers put around others, or don't."""
 _NEEDS_ESCAPE = re.compile(r"[\\()\[\]{}:=,]")
 _SHORTEST_BEGINNING = 3
 """Letters that a key needs to stand for a name that begins with them."""
@@ -59,6 +73,7 @@ class ModelLayout:
         modules: Paths of all modules, without the root.
         blocks: Paths of the modules that must stay whole (decoder layers), in order; none inside another.
         tied: Names of one tensor each; the first is the one that a checkpoint holds (the embedding).
+        parts: Paths of the parts that a decoder has, as far as they are known; `layers` is the list of its layers.
     """
 
     model_class: str
@@ -66,6 +81,7 @@ class ModelLayout:
     modules: tuple[str, ...]
     blocks: tuple[str, ...]
     tied: tuple[tuple[str, ...], ...] = ()
+    parts: Mapping[Part, str] = field(default_factory=dict)
 
     @property
     def aliases(self) -> frozenset[str]:
@@ -117,10 +133,17 @@ def parse_places(
     expected = f"a position 0 to {num_devices - 1} in {role}'s own list of {_count(num_devices)}, or cpu"
     places: dict[str, Place] = {}
     bad = [(key, value) for key, value in written if _place(value) is None]
+    if bad and (turned := _turned(written)):
+        refuse(
+            role,
+            f"{{module: place}}, and {expected} as place",
+            _spell(bad),
+            override(role, _within(turned, num_devices)),
+        )
     for key, value in written:
         place = _place(value)
         if place is None:  # what was probably meant, for the remedy
-            place = HOST if str(value).strip().lower() in ("disk", "meta") else 0
+            place = _meant(value)
         elif places.setdefault(key, place) != place:
             found = f"{key}: {places[key]} and {key}: {place}"
             refuse(role, "one place for each module", found, override(role, _within(places, num_devices)))
@@ -166,86 +189,136 @@ def _place(value: Any) -> Place | None:
     return int(match[1]) if match else None
 
 
-def claims(places: Mapping[str, Place], layout: ModelLayout, role: str) -> tuple[dict[str, Place], list[str]]:
+@dataclass(kw_only=True, frozen=True)
+class WrongKey:
+    """A key that names no module, or several.
+
+    Args:
+        key: The key.
+        expected: What would have been right.
+        instead: What was probably meant: one key, or none.
+    """
+
+    key: str
+    expected: str
+    instead: tuple[str, ...] = ()
+
+
+class _UnclearKeyError(Exception):
+    """Carries the `WrongKey` out of the search for what a key names."""
+
+    def __init__(self, expected: str, *instead: str) -> None:
+        super().__init__(expected)
+        self.expected = expected
+        self.instead = instead
+
+
+def _meant(value: Any) -> Place:
+    """The place that an unreadable one was probably meant to be."""
+    text = str(value).strip().lower()
+    if text in ("disk", "meta"):
+        return HOST
+    number = re.fullmatch(r"[a-z_:. ]*(\d+)(?:\.0)?", text)
+    return int(number[1]) if number else 0
+
+
+def _turned(written: Sequence[tuple[str, Any]]) -> dict[str, Place]:
+    """A map that was written from places to modules, the right way round; empty if it wasn't."""
+    turned: dict[str, Place] = {}
+    for key, value in written:
+        place, modules = _place(key), value if isinstance(value, list | tuple) else [value]
+        if place is None or not all(isinstance(module, str) and _place(module) is None for module in modules):
+            return {}
+        turned |= dict.fromkeys(modules, place)
+    return turned
+
+
+def claims(places: Mapping[str, Place], layout: ModelLayout) -> tuple[dict[str, Place], list[str], list[WrongKey]]:
     """Reads the keys of a map.
 
     Args:
         places: As `parse_places` returns them.
         layout: The model.
-        role: For messages.
 
     Returns:
-        Place of each module path that the keys name, and what two keys say differently of one path (the later one counts).
-
-    Raises:
-        ConfigError: A key names no module, or several.
+        Place of each module path that the keys name, what two keys say differently of one path (the later one counts), and
+        the keys that can't be read.
     """
     claimed: dict[str, Place] = {}
     claimed_by: dict[str, str] = {}
     clashes: list[str] = []
+    wrong: list[WrongKey] = []
     for key, place in places.items():
-        for path in _paths(key, places, layout, role):
+        try:
+            paths = _paths(key, layout)
+        except _UnclearKeyError as error:
+            wrong.append(WrongKey(key=key, expected=error.expected, instead=error.instead))
+            continue
+        for path in paths:
             if claimed.get(path, place) != place:
                 clashes.append(f"{path} on {claimed[path]} by {claimed_by[path]!r} and on {place} by {key!r}")
             claimed[path], claimed_by[path] = place, key
-    return claimed, clashes
+    return claimed, clashes, wrong
 
 
-def _paths(key: str, places: Mapping[str, Place], layout: ModelLayout, role: str) -> list[str]:
+def _paths(key: str, layout: ModelLayout) -> list[str]:
     """The module paths that a key names: one, or the layers of a range."""
     if key == "" or key in layout.modules or key in layout.tensors:
         return [key]
     match = _LAYERS.fullmatch(key)
     if match is None:
-        return [_path(key, key, places, layout, role)]
-    parent, first, last = _path(match[1], key, places, layout, role), int(match[2]), int(match[3] or match[2])
+        return [_path(key, key, layout)]
+    parent, first, last = _path(match[1], key, layout), int(match[2]), int(match[3] or match[2])
     layers = [path for path in layout.modules if re.fullmatch(rf"{re.escape(parent)}\.\d+", path)]
     if not layers:
-        _refuse_key(role, f"numbered layers below {parent}", key, (), places)
+        raise _UnclearKeyError(f"numbered layers below {parent}")
     if first > last or last >= len(layers):
         low, high = sorted((first, last))
         instead = [f"{parent}.{low}-{min(high, len(layers) - 1)}"] if low < len(layers) else []
-        _refuse_key(
-            role, f"layers 0 to {len(layers) - 1} of {parent}, from the lower to the higher", key, instead, places
-        )
+        raise _UnclearKeyError(f"layers 0 to {len(layers) - 1} of {parent}, from the lower to the higher", *instead)
     return [f"{parent}.{number}" for number in range(first, last + 1)]
 
 
-def _path(text: str, key: str, places: Mapping[str, Place], layout: ModelLayout, role: str) -> str:
-    """The one module that a short name means: a path's end, else the beginning of its last part."""
+def _path(text: str, key: str, layout: ModelLayout) -> str:
+    """The one module that a short name means: a path's end, else the beginning of its last part, else a part's usual name."""
     if text in layout.modules:
         return text
     blocks = set(layout.blocks)
     outside = [path for path in layout.modules if blocks.isdisjoint(ancestors(path))]
     begins = outside if len(text) >= _SHORTEST_BEGINNING else []
+    bare = _bare(text)
+    part = next(
+        (layout.parts[part] for part, names in _USUAL_NAMES if part in layout.parts and names.fullmatch(bare)), None
+    )
     for found in (
         [path for path in outside if path.endswith(f".{text}")],
+        [path for path in outside if bare and _bare(path) == bare],
         [path for path in begins if path.rpartition(".")[2].startswith(text)],
+        [] if part is None else [part],
         [path for path in layout.modules if path.endswith(f".{text}")],
     ):
         found = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+        found = [part] if part in found else found
         if len(found) == 1:
             return found[0]
         if found:
             some = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-            _refuse_key(role, f"one module; {text!r} may be {some}", key, found[:1], places)
+            raise _UnclearKeyError(f"one module; {text!r} may be {some}", key.replace(text, found[0]))
     near = sorted(outside, key=lambda path: -_likeness(text, path))[:3]
     meant = [path for path in near[:1] if _likeness(text, path) >= _LIKE_ENOUGH]
     expected = f"a module of {layout.model_class}; the nearest are {', '.join(near)}"
-    _refuse_key(role, expected, key, [key.replace(text, path) for path in meant], places)
+    raise _UnclearKeyError(expected, *(key.replace(text, path) for path in meant))
+
+
+def _bare(path: str) -> str:
+    """A path without the names that may stand around others."""
+    return ".".join(part for part in path.split(".") if part not in _TRANSPARENT)
 
 
 def _likeness(text: str, path: str) -> float:
     last = path.rpartition(".")[2]
     names = (path, last, last.partition("_")[0])
     return max(difflib.SequenceMatcher(None, text.lower(), name.lower()).ratio() for name in names)
-
-
-def _refuse_key(role: str, expected: str, key: str, instead: Sequence[str], places: Mapping[str, Place]) -> NoReturn:
-    """Refuses a key; the remedy is the user's map with another one in its place, or without it."""
-    mended = {name: place for old, place in places.items() for name in (instead if old == key else [old])}
-    remedy = override(role, mended) if mended else f"{key_of(role)}=auto"
-    refuse(role, expected, f"{key}: {places[key]}", remedy)
 
 
 # Messages
@@ -289,7 +362,7 @@ def _count(num_devices: int) -> str:
 def _typed(key: str) -> str:
     """A key as Hydra's command line reads it: unquoted, the layers of a range without brackets."""
     match = _LAYERS.fullmatch(key)
-    if match is not None and "[" in key:
+    if match is not None and ("[" in key or not key.isascii()):
         key = f"{match[1]}.{match[2]}" + (f"-{match[3]}" if match[3] else "")
     return _NEEDS_ESCAPE.sub(lambda found: f"\\{found[0]}", key)
 

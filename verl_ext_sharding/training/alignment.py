@@ -11,7 +11,9 @@ Buffers that are not saved with the model (rotary frequencies) follow the module
 cheaper than moving activations to them in each step.
 
 A tensor that many layers are given (cos, sin, masks) is copied to a device once in each forward of the root. What layers
-write into such inputs in place stays in the copy. KV caches hold tensors of the layers' own devices and pass as they are.
+write into such inputs in place stays in the copy. KV caches hold tensors of the layers' own devices and pass as they are,
+and so does what a model says that layers share and move themselves (`_skip_keys_device_placement`: keys and values that
+Gemma's later layers read).
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def apply(
     state = _Applied(Alignment(boundaries[0].device, outputs, tuple(one.name for one in boundaries)), boundaries)
     if layout is not None:
         state.buffers.extend(_move(module, name, device) for module, name, device in layout.stray_buffers())
-    _register(state)
+    _register(state, _unmoved(model))
     model.__dict__[_STATE] = state
     logger.info(
         "inputs of %s move to %s, outputs to %s; %d modules on %s are given theirs where they are",
@@ -243,17 +245,25 @@ class _SharedCopies:
         return result
 
 
+def _unmoved(model: nn.Module) -> frozenset[str]:
+    """Keyword arguments that layers read and write, and whose tensors they move themselves, as transformers' models tell."""
+    named = (getattr(module, "_skip_keys_device_placement", None) or () for module in model.modules())
+    return frozenset(name for names in named for name in ([names] if isinstance(names, str) else names))
+
+
 class _Inputs:
     """Forward pre-hook of a boundary."""
 
-    def __init__(self, device: torch.device, copies: _SharedCopies) -> None:
+    def __init__(self, device: torch.device, copies: _SharedCopies, unmoved: frozenset[str]) -> None:
         self.device = device
         self.copies = copies
+        self.unmoved = unmoved
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         new_args, args_moved = _moved(args, self.device, self.copies)
-        new_kwargs, kwargs_moved = _moved(kwargs, self.device, self.copies)
-        return (new_args, new_kwargs) if args_moved or kwargs_moved else None
+        to_move = {name: value for name, value in kwargs.items() if name not in self.unmoved}
+        new_kwargs, kwargs_moved = _moved(to_move, self.device, self.copies)
+        return (new_args, {**kwargs, **new_kwargs}) if args_moved or kwargs_moved else None
 
 
 class _Outputs:
@@ -281,11 +291,11 @@ class _RootOutputs(_Outputs):
             self.copies.close()
 
 
-def _register(state: _Applied) -> None:
+def _register(state: _Applied, unmoved: frozenset[str]) -> None:
     copies = _SharedCopies()
     for boundary in state.boundaries:
         root = boundary is state.boundaries[0]
-        inputs = (_RootInputs if root else _Inputs)(boundary.device, copies)
+        inputs = (_RootInputs if root else _Inputs)(boundary.device, copies, frozenset() if root else unmoved)
         state.handles.append(boundary.module.register_forward_pre_hook(inputs, with_kwargs=True))
         if root:  # runs after an exception too, with None for the output
             outputs = _RootOutputs(boundary.output, copies)

@@ -5,7 +5,11 @@ For a module that spans devices:
 - *A stack of layers* (a decoder) has one home, the device of its first layer: inputs, masks, positions and what the
   embedding returns are there. Each layer's inputs go to that layer, its output to the next layer's device. The output is
   sent rather than fetched because transformers checkpoints around a layer's hooks: what it saves, and the random
-  generator that it restores for dropout, are those of the device of the layer's first argument.
+  generator that it restores for dropout, are those of the device of the layer's first argument. What comes after the
+  layers gets its inputs and passes its output on from where it is.
+- *A stack beside the decoder* (a vision tower), or with more than one module after its layers (Gemma's inputs of each layer),
+  has a home too, and everything but what goes from layer to layer comes back to it: what it does with its layers' result
+  (sorting windows back) it does there. The result of one beside the decoder goes to its caller's home.
 - *Any other module* (a layer cut in two, a module with weights of its own) adds results of its children to each other: what
   a child returns comes back to the module's home.
 - *A child on one device* gets its inputs there, and nothing below it is touched.
@@ -20,7 +24,7 @@ import torch
 from torch import nn
 
 from verl_ext_sharding.errors import ConfigError
-from verl_ext_sharding.training.layers import decoder_layers
+from verl_ext_sharding.training.layers import decoder_layers, input_embedding
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Layout:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._embedding = input_embedding(model)
         self._devices: dict[int, tuple[torch.device, ...]] = {}
         self._found: list[Boundary] = []
         self._seen: set[int] = set()
@@ -93,15 +98,20 @@ class Layout:
         own = [tensor.device for _, tensor in _direct_weights(module)]
         if own:
             return own[0]
-        first = next((child for name, child in _members(module) if self._is_layer(name, child)), None)
+        members = list(_members(module))
+        first = next((child for name, child in members if self._is_layer(name, child)), None)
+        if first is None and module is not self.model:
+            first = self._decoder(members)
         if first is not None:
             return self.home(first)
-        embedding = _input_embedding(module)
+        embedding = input_embedding(module)
         if embedding is not None and self.devices(embedding):
             return self.devices(embedding)[0]
         return devices[0]
 
-    def _visit(self, name: str, module: nn.Module, around: torch.device, output: torch.device | None) -> None:
+    def _visit(
+        self, name: str, module: nn.Module, around: torch.device, output: torch.device | None, *, aside: bool = False
+    ) -> None:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
@@ -112,16 +122,35 @@ class Layout:
         if devices or next(module.buffers(), None) is not None:
             self._found.append(Boundary(name, module, home, output))
         if len(devices) > 1:
-            self._visit_members(name, module, home)
+            self._visit_members(name, module, home, aside)
 
-    def _visit_members(self, name: str, module: nn.Module, home: torch.device) -> None:
+    def _visit_members(self, name: str, module: nn.Module, home: torch.device, aside: bool) -> None:
+        """Visits what a module calls; `aside`: it is no part of the decoder, nor does it hold it."""
         members = list(_members(module))
         own = next(_direct_weights(module), None) is not None
+        decoder = self._decoder(members)
+        aside = aside or self._mixes(members)
         in_stack = isinstance(module, nn.Sequential)
         for index, (child_name, child) in enumerate(members):
-            in_stack = in_stack or (not own and self._holds_layers(child))
-            output = self._next_layer_device(members, index) if in_stack else home
-            self._visit(f"{name}.{child_name}".removeprefix("."), child, home, output)
+            beside = aside or (
+                self._holds_layers(child) and not self._is_layer(child_name, child) and child is not decoder
+            )
+            in_stack = in_stack or (not own and not beside and self._holds_layers(child))
+            following = None if own and not in_stack else self._next_layer_device(members, index)
+            output = following if following is not None or in_stack else home
+            self._visit(f"{name}.{child_name}".removeprefix("."), child, home, output, aside=beside)
+
+    def _mixes(self, members: list[tuple[str, nn.Module]]) -> bool:
+        """Whether a stack has more than one module after its layers: what it does with their results can't be known."""
+        numbers = [index for index, (name, child) in enumerate(members) if self._is_layer(name, child)]
+        after = members[numbers[-1] + 1 :] if numbers else []
+        return sum(bool(self.devices(child)) for _, child in after) > 1
+
+    def _decoder(self, members: list[tuple[str, nn.Module]]) -> nn.Module | None:
+        """The member that holds the decoder's layers without being one: with the model's embedding, else the last."""
+        holders = [child for name, child in members if self._holds_layers(child) and not self._is_layer(name, child)]
+        reading = (child for child in holders if any(one is self._embedding for one in child.modules()))
+        return next(reading, holders[-1] if holders else None)
 
     def _next_layer_device(self, members: list[tuple[str, nn.Module]], index: int) -> torch.device | None:
         """Home of the layer after a layer; None for what is no layer, and for the last one."""
@@ -176,14 +205,6 @@ def _direct_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for child_name, child in module.named_children():
         if not _is_called(child):
             yield from ((f"{child_name}.{name}", tensor) for name, tensor in _direct_weights(child))
-
-
-def _input_embedding(module: nn.Module) -> nn.Module | None:
-    try:
-        embedding = module.get_input_embeddings()  # of transformers' models
-    except (AttributeError, NotImplementedError):
-        return None
-    return embedding if isinstance(embedding, nn.Module) else None
 
 
 def _layer_ids(model: nn.Module) -> set[int]:

@@ -36,7 +36,7 @@ def explain_device_assert(
     Returns:
         The text, or None where no device-side assert is behind the error.
     """
-    if not any(_ASSERTED.search(str(link)) for link in _chain(error)):
+    if not any(_ASSERTED.search(str(link)) for link in chain(error)):
         return None
     when = "" if step is None else f" at step {step}"
     lines = [
@@ -51,7 +51,7 @@ def explain_device_assert(
     return "\n".join(lines)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
     """An error and everything that it was raised from."""
     seen: set[int] = set()
     link: BaseException | None = error

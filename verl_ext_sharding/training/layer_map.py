@@ -13,9 +13,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ from verl_ext_sharding.placement.device_map import (
     parse,
     whole_modules,
 )
-from verl_ext_sharding.placement.layer_keys import ancestors, key_of, refuse
-from verl_ext_sharding.training.layers import decoder_layers
+from verl_ext_sharding.placement.layer_keys import Part, ancestors, key_of, refuse
+from verl_ext_sharding.training.layers import decoder_layers, input_embedding
 from verl_ext_sharding.versions import in_range
 
 logger = logging.getLogger(__name__)
@@ -137,13 +138,15 @@ def describe(model: nn.Module, *, role: str, dtype: torch.dtype | None = None) -
         )
     modules = tuple(name for name, _ in model.named_modules(remove_duplicate=False) if name)
     position = {name: index for index, name in enumerate(modules)}
+    blocks = _blocks(model, role)
     return ModelLayout(
         model_class=type(model).__name__,
         # a buffer runs where its module stands, not behind all parameters
         tensors=dict(sorted(tensors.items(), key=lambda item: position.get(item[0].rpartition(".")[0], -1))),
         modules=modules,
-        blocks=_blocks(model, role),
+        blocks=blocks,
         tied=_tied(model, tensors),
+        parts=_parts(model, blocks),
     )
 
 
@@ -303,6 +306,35 @@ def _blocks(model: nn.Module, role: str) -> tuple[str, ...]:
             f"a newer transformers, or sharding.roles.{role}.layout=fsdp",
         )
     return tuple(found)
+
+
+def _parts(model: nn.Module, blocks: Sequence[str]) -> dict[Part, str]:
+    """Paths of embedding, layers, last norm and head of the decoder, which may be one of several parts of a model."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found: dict[Part, str | None] = {"embedding": paths.get(id(input_embedding(model)))}
+    lists = Counter(parent for parent, _, number in (block.rpartition(".") for block in blocks) if number.isdecimal())
+    near = ancestors(found["embedding"] or "")
+    found["layers"] = max(
+        lists, key=lambda one: (sum(above in near for above in ancestors(one)), lists[one]), default=None
+    )
+    if found["layers"] is not None:
+        owner, _, name = found["layers"].rpartition(".")
+        beside = list(model.get_submodule(owner).named_children())
+        behind = dropwhile(lambda child: child[0] != name, beside)
+        norms = _norms(behind) or _norms(beside)
+        found["norm"] = f"{owner}.{norms[0]}".removeprefix(".") if len(norms) == 1 else None
+    heads = [
+        name
+        for name, child in model.named_children()
+        if next(child.parameters(), None) is not None and not any(f"{path}.".startswith(f"{name}.") for path in blocks)
+    ]
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    found["head"] = paths.get(id(output), heads[0] if len(heads) == 1 else None)
+    return {part: path for part, path in found.items() if path}
+
+
+def _norms(children: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    return [name for name, module in children if "norm" in f"{name} {type(module).__name__}".lower()]
 
 
 def _tied(model: nn.Module, tensors: Mapping[str, TensorInfo]) -> tuple[tuple[str, ...], ...]:

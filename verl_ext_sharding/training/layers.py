@@ -128,6 +128,15 @@ def decoder_layers(model: nn.Module, layers: Sequence[nn.Module] | None = None) 
     return found
 
 
+def input_embedding(module: nn.Module) -> nn.Module | None:
+    """What reads the token ids, as a model of transformers tells it; None where it has none or can't tell."""
+    try:
+        embedding = module.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return embedding if isinstance(embedding, nn.Module) else None
+
+
 def compute_device_type(layers: Sequence[nn.Module], device_type: str | None = None) -> str:
     """The device type that layers will run on.
 

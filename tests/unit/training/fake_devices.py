@@ -213,6 +213,8 @@ class _BuiltOnTheHost(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.tolist:  # which no subclass has
+            return _values(args[0]).tolist()
         if func not in (torch.tensor, torch.as_tensor):
             return func(*args, **kwargs)
         device = kwargs.pop("device", None)

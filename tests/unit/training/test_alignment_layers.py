@@ -21,7 +21,14 @@ from checkpointing_models import SHAPE, batch, gpt_neox, llama, loss_of, qwen2
 from fake_devices import MISMATCH, FakeDevices
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import Qwen2Config, Qwen2ForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3nTextConfig,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen2ForTokenClassification,
+)
 
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training import alignment
@@ -73,12 +80,13 @@ def difference(reference, loss, grads):
     return max([abs(loss - reference[0]).item(), *((grads[n] - g).abs().max().item() for n, g in reference[1].items())])
 
 
-def compared(bench, model, devices, prepare=lambda model: None, output=3):
-    reference = on_one_device(model, batch())
+def compared(bench, model, devices, prepare=lambda model: None, output=3, inputs=None):
+    inputs = batch() if inputs is None else inputs
+    reference = on_one_device(model, inputs)
     bench.place(model, devices)
     before = bench.devices(model)
     prepare(model)
-    at, loss, grads, copies = run(bench, model, batch(), output)
+    at, loss, grads, copies = run(bench, model, inputs, output)
     after = bench.devices(model)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     return {
@@ -151,6 +159,85 @@ def adapters_on_another_device_than_their_layer(bench):
 
 def a_layer_cut_in_two(bench):
     return compared(bench, qwen2(), {**MODELS["qwen2"][1], "model.layers.1.mlp": 2, "model.layers.2.self_attn": 0})
+
+
+VISION = {
+    "depth": 3,
+    "hidden_size": 16,
+    "out_hidden_size": 64,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+}
+PICTURE, NUM_PATCHES, SIDE = 90, 16, 3 * 2 * 4 * 4
+"""Id of a picture's place, its patches, and the values in each of them."""
+
+
+def picture_model():
+    """A vision tower that sorts its patches into windows before its layers, and back after them."""
+    text = {**SHAPE, "num_hidden_layers": 4, "num_key_value_heads": 2}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config={**VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+        image_token_id=PICTURE,
+        vision_start_token_id=91,
+        vision_end_token_id=92,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    model.model.visual.requires_grad_(False)
+    return model
+
+
+def picture():
+    ids = torch.arange(12)[None].clone()
+    ids[0, 3:7] = PICTURE
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.linspace(-1, 1, NUM_PATCHES * SIDE).reshape(NUM_PATCHES, SIDE),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "position_ids": torch.arange(12).expand(3, 1, 12),
+    }
+
+
+TOWER = {"model.visual": 0, "model.visual.blocks.1": 1, "model.visual.blocks.2": 2, "model.visual.merger": 2}
+
+
+def vision_tower_over_several_devices(bench):
+    return compared(bench, picture_model(), {"": 3, "model.language_model": 1, **TOWER}, inputs=picture())
+
+
+def what_a_tower_gives_to_its_caller(bench):
+    """Where the tower's results are, and the decoder's inputs, which the caller adds them to."""
+    model = picture_model()
+    bench.place(model, {"": 3, "model.language_model.layers": 1, **TOWER})
+    alignment.apply(model)
+    at = []
+    model.model.visual.register_forward_hook(lambda *args: at.append(str(args[-1].pooler_output.device)))
+    model.model.get_input_embeddings().register_forward_hook(lambda *args: at.append(str(args[-1].device)))
+    with bench, torch.no_grad():
+        model(**picture(), use_cache=False)
+    return sorted(at)
+
+
+def layers_that_read_keys_of_earlier_ones(bench):
+    """Two of four layers compute keys and values, and write them into a dict from which the others read."""
+    config = Gemma3nTextConfig(
+        **{**SHAPE, "intermediate_size": [32] * 4, "activation_sparsity_pattern": [0.0] * 4, "head_dim": 16},
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=SHAPE["vocab_size"],
+        laurel_rank=4,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    layers = {f"model.layers.{index}": index for index in range(4)}
+    return compared(bench, model, {"": 0, **layers, "model.embed_tokens_per_layer": 2, "model.norm": 3})
 
 
 def tied_head(bench):
@@ -359,6 +446,9 @@ CASES = {
             lora,
             adapters_on_another_device_than_their_layer,
             a_layer_cut_in_two,
+            vision_tower_over_several_devices,
+            what_a_tower_gives_to_its_caller,
+            layers_that_read_keys_of_earlier_ones,
             tied_head,
             embedding_away_from_the_first_layer,
             layers_in_wrappers,
@@ -410,6 +500,8 @@ TRAINED = [name for name in CASES if name.partition(" ")[0] in MODELS] + [
     "lora",
     "adapters_on_another_device_than_their_layer",
     "a_layer_cut_in_two",
+    "vision_tower_over_several_devices",
+    "layers_that_read_keys_of_earlier_ones",
     "tied_head",
     "embedding_away_from_the_first_layer",
     "layers_in_wrappers",
@@ -469,6 +561,10 @@ def test_a_wrapper_in_the_list_stands_for_its_layer(found):
 def test_inputs_go_to_the_embedding_whatever_weights_come_before_it(found):
     result = found("embedding_after_other_weights")
     assert (result["input"], result["output"]) == ("fakegpu:3", "fakegpu:3")
+
+
+def test_a_tower_gives_its_results_where_the_decoder_has_its_inputs(found):
+    assert found("what_a_tower_gives_to_its_caller") == ["fakegpu:1", "fakegpu:1"]
 
 
 def test_what_a_sequence_passes_on_goes_from_part_to_part_and_its_result_to_the_caller(found):

@@ -43,11 +43,9 @@ def on_meta(name):
     model_type, auto = name.split()[0], AutoModelForCausalLM
     if name == "qwen2 value model":
         auto, sizes["num_labels"] = AutoModelForTokenClassification, 1
-    if name == "qwen2_5_vl":
-        auto, sizes = (
-            AutoModelForImageTextToText,
-            {"text_config": sizes, "vision_config": {"depth": 4, "hidden_size": 64}},
-        )
+    if name in ("qwen2_5_vl", "qwen3_vl", "gemma3"):
+        tower = {"depth": 4, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+        auto, sizes = AutoModelForImageTextToText, {"text_config": sizes, "vision_config": tower}
     config = AutoConfig.for_model(model_type, **sizes)
     with torch.device("meta"):
         model = auto.from_config(config, dtype=torch.float32)
@@ -110,6 +108,28 @@ def test_a_layout_holds_every_tensor_and_every_layer(models, name):
     ]
     assert len(layout.blocks) == NUM_LAYERS + (4 if name == "qwen2_5_vl" else 0)
     assert all(info.kind == "computed" for n, info in layout.tensors.items() if n.endswith("inv_freq"))
+
+
+SHORT = {"embed": 0, "layers 0-2": 0, "layers 3-5": 1, "norm": 1, "lm_head": 1}
+OWN_NAMES = {
+    "llama": ("model.embed_tokens", "model.layers", "model.norm", "lm_head"),
+    "qwen2 value model": ("model.embed_tokens", "model.layers", "model.norm", "score"),
+    "gpt_neox": ("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),
+    "gptj": ("transformer.wte", "transformer.h", "transformer.ln_f", "lm_head"),
+    "opt": ("model.decoder.embed_tokens", "model.decoder.layers", "model.decoder.final_layer_norm", "lm_head"),
+    "qwen2_5_vl": (*(f"model.language_model.{name}" for name in ("embed_tokens", "layers", "norm")), "lm_head"),
+    "qwen3_vl": (*(f"model.language_model.{name}" for name in ("embed_tokens", "layers", "norm")), "lm_head"),
+    "gemma3": (*(f"model.language_model.{name}" for name in ("embed_tokens", "layers", "norm")), "lm_head"),
+}
+"""Embedding, layers, norm and head, as each model calls them."""
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_a_map_in_short_names_is_read_for_each_family_as_its_decoders(models, name):
+    model = models.get(name) or on_meta(name)
+    embedding, layers, norm, head = OWN_NAMES[name]
+    written = {embedding: 0, f"{layers}.0-2": 0, f"{layers}.3-5": 1, norm: 1, head: 1}
+    assert plan(model, {"": 0} | SHORT).override == plan(model, {"": 0} | written).override
 
 
 @pytest.mark.parametrize("name", ["qwen2 tied", "gemma2", "qwen2 untied", "gpt_neox", "qwen2 value model"])
