@@ -44,9 +44,8 @@ class GuardedEngineMixin:
     def _build_module(self) -> torch.nn.Module:
         try:
             module: Any = super()._build_module()  # type: ignore[misc]
-        except (
-            Exception
-        ) as error:  # torch's assertion of an embedding without such a row, which verl hides for a critic
+        except Exception as error:
+            # torch asserts that an embedding has this row; verl hides that for a critic
             if not any("padding_idx" in str(link).lower() for link in chain(error)):
                 raise
             raise self._pad_without_row() from error
