@@ -26,7 +26,7 @@ from verl_ext_sharding.config.guards import Guards
 from verl_ext_sharding.config.measures import ENGINE_ROLES, RoleMeasures, measures_of
 from verl_ext_sharding.config.micro_batches import check_micro_batches
 from verl_ext_sharding.config.offload import offload_notes
-from verl_ext_sharding.config.recipe_keys import check_recipe_keys
+from verl_ext_sharding.config.recipe_keys import check_recipe_keys, check_switches
 from verl_ext_sharding.config.reward import RewardServerSettings
 from verl_ext_sharding.config.reward_limits import ENABLE, is_discriminative
 from verl_ext_sharding.config.run_asserts import check_asserts
@@ -34,7 +34,7 @@ from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.config.token_budget import check_token_budgets
 from verl_ext_sharding.config.translate import request_of, translate, values_of
-from verl_ext_sharding.config.values import resolving
+from verl_ext_sharding.config.values import resolving, whole_number
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.monitor import events
 from verl_ext_sharding.placement import checks, resources
@@ -121,6 +121,7 @@ _prepared: tuple[DictConfig, Plan] | None = None
 def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str, ...]) -> Plan:
     _require_v1(config)
     check_recipe_keys(config, explicit)
+    check_switches(config)
     request = request_of(config)
     facts = job_facts(config)
     placement = place(
@@ -144,6 +145,7 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
     check_asserts(values, facts, placement)
     checks.check_job(placement, facts)
     check_token_budgets(values, facts, placement)
+    _check_told_cpus(config, request, facts, placement)
     _check_hf_rollout(config)
     reward = reward_plans.check(config, request, facts, reward_model)
     spread, maps = layer_plans.plan_spread(config, request, placement, facts)
@@ -347,7 +349,39 @@ def needed_keys(plan: Plan, placement: Placement) -> tuple[str, ...]:
     return tuple(needed)
 
 
+def _check_told_cpus(config: DictConfig, request: ShardingConfig, facts: JobFacts, placement: Placement) -> None:
+    """As the cluster is checked, where the config says how many CPUs the Ray will have that verl starts itself, on one node."""
+    num_cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus", default=None)
+    if (
+        num_cpus is None
+        or placement.topology.num_nodes > 1
+        or placement.reserved
+        or "RAY_OVERRIDE_RESOURCES" in os.environ
+    ):
+        return
+    count = whole_number("ray_kwargs.ray_init.num_cpus", num_cpus, instead=os.cpu_count() or 1)
+    node = resources.NodeResources(name="0", num_devices=placement.topology.num_devices, num_cpus=count)
+    fixed = request.placement.max_colocate_count is not None
+    resources.check_cluster(placement, facts, [node], fixed=fixed)
+
+
+_OWN_TRAINERS = {
+    "async_training": "verl.experimental.fully_async_policy",
+    "rollout.nnodes": "verl.experimental.one_step_off_policy",
+}
+"""A key by which the config of a program is known whose trainer is none of v1, and places its roles itself."""
+
+
 def _require_v1(config: DictConfig) -> None:
+    own = next((name for key, name in _OWN_TRAINERS.items() if OmegaConf.select(config, key) is not None), None)
+    if own is not None:
+        raise ConfigError(
+            "trainer.plugin",
+            expected="verl.trainer.main_ppo, whose roles can be placed",
+            found=f"the config of {own}, which places its roles itself",
+            consequence="the run does not start, since nothing of `sharding` would act",
+            remedy="python -m verl.trainer.main_ppo with trainer.v1.trainer_mode=separate_async, or trainer.plugin=null",
+        )
     if OmegaConf.select(config, "trainer.use_v1", default=True):
         return
     raise ConfigError(
@@ -355,7 +389,7 @@ def _require_v1(config: DictConfig) -> None:
         expected="True: verl's v1 trainer",
         found="False with trainer.plugin=sharding",
         consequence="the run does not start",
-        remedy="trainer.use_v1=True (verl's default), or remove trainer.plugin=sharding",
+        remedy="trainer.use_v1=True, or remove trainer.plugin=sharding",
     )
 
 

@@ -77,7 +77,13 @@ class RewardServerError(ShardingError, RuntimeError):
     """The reward model's server doesn't answer, or answers with no usable score."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name closest to a misspelt one, or None when none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def did_you_mean(name: str, known: Iterable[str], *, at_least: float = 0.6) -> str | None:
+    """Returns the known name closest to a misspelt one, or None when none is near.
+
+    Args:
+        name: The misspelt one.
+        known: The names that there are.
+        at_least: How alike they must be, from 0 to 1.
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=at_least)
     return close[0] if close else None

@@ -18,6 +18,7 @@ from verl_ext_sharding.errors import ConfigError
 
 PPO_TRAINER = "verl.trainer.main_ppo"
 ASKED = "trainer.plugin=sharding"
+_UNREACHED = ("verl.trainer.main_generation_server",)
 
 _ACCELERATE = "ACCELERATE_MIXED_PRECISION"
 """Set by every `accelerate launch`; what else starts with ACCELERATE_ may be exported by the user."""
@@ -190,6 +191,24 @@ def refuse_at_start(environ: Mapping[str, str], argv: Sequence[str], command: Se
         require_one_driver(environ, program, joins_ray=True)  # whether there is a Ray to join is seen later
     except ConfigError as error:
         raise SystemExit(str(error)) from None
+
+
+def refuse_unreached() -> None:
+    """Refuses a program that reads verl's PPO config and in which nothing of ours is called afterwards.
+
+    Raises:
+        ConfigError: It is the program of this process.
+    """
+    module = Program.current().module
+    if module not in _UNREACHED:
+        return
+    raise ConfigError(
+        f"trainer.plugin with {module}",
+        expected=f"{PPO_TRAINER}, or verl.trainer.sft_trainer",
+        found=module,
+        consequence="the run does not start, since nothing of `sharding` would act",
+        remedy="trainer.plugin=null",
+    )
 
 
 @dataclass(kw_only=True, frozen=True)

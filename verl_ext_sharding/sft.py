@@ -18,9 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext_sharding import driver, envs, launchers, loading
 from verl_ext_sharding.cli import render
 from verl_ext_sharding.communication import hygiene
-from verl_ext_sharding.config import cpu, measures, sft
+from verl_ext_sharding.config import cpu, measures, old_keys, sft
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
 from verl_ext_sharding.config.guards import Guards
+from verl_ext_sharding.config.override_hints import known_keys
+from verl_ext_sharding.config.recipe_keys import check_switches
 from verl_ext_sharding.config.schema import CommunicationConfig, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.config.translate import request_of, values_of
@@ -86,6 +88,8 @@ def prepare(
 def _apply_request(
     config: DictConfig, explicit: Mapping[str, str], environ: Mapping[str, str], ranks: Ranks
 ) -> tuple[ShardingConfig, list[KeyChange]]:
+    _check_old_keys(config, explicit)
+    check_switches(config)
     request = request_of(config)
     applied: list[KeyChange] = []
     if environ.get(envs.VERL_PLATFORM, "").strip().lower() == "cpu":
@@ -95,6 +99,15 @@ def _apply_request(
         applied += apply_changes(config, sft.cpu_changes(config, explicit), explicit)
     applied += apply_changes(config, sft.translate(request, values_of(config), ranks.world_size), explicit)
     return request, applied
+
+
+def _check_old_keys(config: DictConfig, explicit: Mapping[str, str]) -> None:
+    """Answers keys of an older verl that a `+` added; without one, Hydra refused them."""
+    known = known_keys(config)
+    found = [old_keys.answer(key, value, known - {key}) for key, value in explicit.items()]
+    answers = [answer for answer in found if answer is not None]
+    if answers:
+        raise old_keys.refusal(answers)
 
 
 def _spec(request: ShardingConfig, ranks: Ranks, seed: int | None) -> RunSpec:

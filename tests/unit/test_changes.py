@@ -175,3 +175,12 @@ def test_the_last_of_two_overrides_of_a_key_counts():
 
 def test_outside_a_command_the_user_wrote_nothing():
     assert explicit_keys() == {}
+
+
+def test_all_that_a_request_contradicts_is_named_at_once():
+    config = OmegaConf.create({"a": {"x": 1, "y": 2, "z": 3}})
+    changes = [KeyChange(key=f"a.{name}", new=9, why="sharding.roles.actor.max_tokens") for name in "xyz"]
+    with pytest.raises(ConfigError) as caught:
+        apply_changes(config, changes, {"a.x": "1", "a.z": "3"})
+    assert caught.value.expected == "a.x=9, a.z=9, which sharding.roles.actor.max_tokens asks for"
+    assert caught.value.remedy == "remove a.x=1 a.z=3, or change sharding.roles.actor.max_tokens"

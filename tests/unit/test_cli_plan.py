@@ -8,6 +8,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
+from verl_ext_sharding import launchers
 from verl_ext_sharding.cli import main, plan, render
 from verl_ext_sharding.config.changes import KeyChange
 from verl_ext_sharding.errors import ConfigError
@@ -54,6 +55,12 @@ def refused(capsys):
         return captured.err
 
     return run
+
+
+def in_a_shell(line):
+    """The words that bash makes of a line."""
+    done = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
 
 
 def cells(text, role):
@@ -106,7 +113,7 @@ def test_what_is_shown_can_be_typed(shown, compose):
     settings = ["critic.max_tokens=4096", "actor.compute_dtype=bfloat16", "ref.micro_batch_size=2"]
     settings = [f"sharding.roles.{setting}" for setting in settings]
     lines = [line.split("  (was")[0].strip() for line in shown(*JOB, *settings).splitlines() if "  (was" in line]
-    typed = compose(*JOB, *lines)
+    typed = compose(*JOB, *in_a_shell(" ".join(lines)))
     changes = json.loads(shown("--json", *JOB, *settings))["changes"]
     assert len(changes) == len(lines) > len(settings)
     for change in changes:
@@ -127,7 +134,9 @@ def test_a_long_override_is_not_folded(capsys):
 )
 def test_values_are_shown_as_hydra_reads_them(value, text, capsys):
     render.show_changes([KeyChange(key="a.b", new=value, why="x", old=value)])
-    assert f"  a.b={text}  (was {text})" in capsys.readouterr().out
+    line, _, before = capsys.readouterr().out.splitlines()[1].strip().partition("  ")
+    assert in_a_shell(line) == [f"a.b={text}"]
+    assert before == f"(was {text})"
 
 
 def test_what_is_unknown_reads_not_available_and_never_zero(capsys):
@@ -283,3 +292,12 @@ def test_compose_refuses_with_our_own_error_where_there_is_one(compose):
     with pytest.raises(ConfigError) as caught:
         compose("sharding.fit=aply")
     assert caught.value.subject == "sharding.fit"
+
+
+def test_a_program_that_nothing_of_ours_reaches_is_refused_as_its_config_is_composed(monkeypatch, compose):
+    program = launchers.Program(target=("-m", "verl.trainer.main_generation_server"))
+    monkeypatch.setattr(launchers.Program, "current", lambda: program)
+    with pytest.raises(ConfigError) as caught:
+        compose()
+    assert "verl.trainer.main_generation_server" in caught.value.subject
+    compose("trainer.plugin=null")

@@ -15,6 +15,7 @@ from verl_ext_sharding.communication.hygiene import (
     P2P_DISABLE,
     Setting,
     as_env,
+    check_exports,
     decide,
     exported,
     merge,
@@ -345,3 +346,14 @@ def test_an_nvidia_smi_that_hangs_leaves_the_topology_unknown(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(subprocess, "run", hang)
     assert topology.detect(timeout_s=0.1) is None
+
+
+@pytest.mark.parametrize("name", [IB_DISABLE, P2P_DISABLE, ASYNC_ERROR_HANDLING, ASYNC_ERROR_HANDLING_OLD])
+@pytest.mark.parametrize(("word", "number"), [("true", 1), ("Yes", 1), ("False", 0), ("off", 0)])
+def test_an_exported_word_is_refused_with_the_number_that_it_means(name, word, number):
+    """NCCL reads numbers alone, and takes its default for anything else."""
+    with pytest.raises(ConfigError) as caught:
+        check_exports(AUTO, {name: word})
+    assert caught.value.subject == f"{name}={word}"
+    assert caught.value.remedy.startswith(f"export {name}={number}")
+    check_exports(AUTO, {name: f" {number} "})

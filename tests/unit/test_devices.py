@@ -119,7 +119,21 @@ def test_a_device_that_is_not_there_is_refused_with_the_devices_that_are(spec):
     assert "devices 0 to 3" in error.expected
     assert "trainer.nnodes=1 x trainer.n_gpus_per_node=4" in error.expected
     assert str(spec) in error.found
-    assert "trainer.n_gpus_per_node (now 4)" in error.remedy
+    assert error.remedy.startswith(f"{KEY}=")
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        ([0, 9], f"{KEY}=[0], or trainer.n_gpus_per_node=10"),
+        ("2-9", f"{KEY}=[2,3], or trainer.n_gpus_per_node=10"),
+        ("cuda:4", f"{KEY}=all, or trainer.n_gpus_per_node=5"),
+        ([1, -1], f"{KEY}=[1]"),
+    ],
+    ids=str,
+)
+def test_what_to_write_instead_has_the_devices_that_are_there_or_a_job_that_has_them_all(spec, remedy):
+    assert refusal(spec).remedy.removesuffix(" where the nodes have as many") == remedy
 
 
 def test_unknown_devices_are_named():
@@ -218,7 +232,18 @@ def test_a_node_that_is_not_there_is_refused_with_the_nodes_that_are(name):
     assert error.subject == KEY
     assert "node0, node1" in error.expected
     assert error.found == name
-    assert "trainer.nnodes=2 has node0 to node1" in error.remedy
+    meant = {"nod0": "node0 in place of nod0", "0": "node0 in place of 0", "NODE0": "node0 in place of NODE0"}
+    has = "trainer.nnodes=2 has node0 to node1"
+    assert error.remedy == meant.get(name, f"trainer.nnodes=3, since {has}" if name == "node2" else has)
+
+
+@pytest.mark.parametrize(
+    ("spec", "meant"),
+    [("ALL", "all"), ("0 1", "[0,1]"), (["gpu3"], "[3]"), ('"2-3"', "[2,3]"), ([2.0], "[2]"), ("policy", "[0]")],
+    ids=str,
+)
+def test_what_can_not_be_read_is_answered_with_what_it_seems_to_mean(spec, meant):
+    assert refusal(spec).remedy == f"{KEY}={meant}"
 
 
 @pytest.mark.parametrize("spec", [[4], "2-5", [-1]], ids=str)

@@ -71,6 +71,7 @@ def composed(tmp_path_factory):
     )
     in_yaml = write_recipe(root / "in_yaml", PKG, own)
     typo = write_recipe(root / "typo", PKG, "sharding: {roles: {critc: {devices: [1]}}}\n")
+    typo_of_switch = write_recipe(root / "typo_of_switch", PKG, "trainer: {plugn: sharding}\n")
     ppo = (None, "ppo_trainer")
     cases = {
         "default": (*ppo, []),
@@ -116,6 +117,39 @@ def composed(tmp_path_factory):
         "old block deleted": (*ppo, [ASKED, "~critic.model.fsdp_config"]),
         "old place of a policy": (*ppo, [ASKED, "actor_rollout_ref.ref.offload_policy=True"]),
         "someone else's key": (*ppo, [ASKED, "data.no_such_key=1"]),
+        "misspelt key of verl": (*ppo, [ASKED, "trainer.nnode=2"]),
+        "misspelt key of verl without us": (*ppo, ["trainer.nnode=2"]),
+        "added switch": (*ppo, ["+trainer.plugn=sharding"]),
+        "added switch in a list": (*ppo, ["++trainer.plugins=[sharding]"]),
+        "added switch at the top": (*ppo, ["+plugin=sharding"]),
+        "added switch of another name": (*ppo, ["+trainer.sharding=true"]),
+        "added switch in sft": (None, "sft_trainer_engine", ["+trainer.plugn=sharding"]),
+        "misspelt switch in yaml": (typo_of_switch, "my_ppo", []),
+        "added misspelt block": (*ppo, [ASKED, "+shardng.roles.critic.devices=[1]"]),
+        "switch at the top": (*ppo, ["plugin=sharding"]),
+        "switch of another name": (*ppo, ["trainer.sharding=true"]),
+        "key below the switch": (*ppo, ["trainer.plugin.name=sharding"]),
+        "null for the group": (*ppo, [ASKED, "sharding=null"]),
+        "number for the group": (*ppo, [ASKED, "sharding=1"]),
+        "list for the group": (*ppo, [ASKED, "sharding=[split]"]),
+        "added group": (*ppo, [ASKED, "+sharding=split"]),
+        "list for a role": (*ppo, [ASKED, "sharding.roles.critic=[4,5]"]),
+        "old key of sft": (
+            None,
+            "sft_trainer_engine",
+            [ASKED, "model.partial_pretrain=/m", "data.prompt_key=question"],
+        ),
+        "a recipe's own keys": (
+            *ppo,
+            [
+                ASKED,
+                "+trainer.tag=sharding",
+                "+plugins=[a]",
+                "+sharding_rules.roles=3",
+                "+trainer.plugin_dir=/x",
+                "+share.fit=1",
+            ],
+        ),
     }
     done = run("-c", _COMPOSE, sent=json.dumps(cases))
     assert done.returncode == 0, done.stderr
@@ -190,6 +224,11 @@ def test_checkpointing_may_be_a_block_on_the_command_line(composed):
     assert (role.gradient_checkpointing.policy, role.gradient_checkpointing.every) == ("every_n", 3)
 
 
+def test_keys_that_a_recipe_adds_for_itself_are_its_own(composed):
+    config = composed["a recipe's own keys"]["config"]
+    assert (config["trainer"]["tag"], config["trainer"]["plugin_dir"]) == ("sharding", "/x")
+
+
 # Refused
 
 
@@ -202,7 +241,7 @@ def test_checkpointing_may_be_a_block_on_the_command_line(composed):
         ("misspelt plugin in sft", ["trainer.plugn: no such key", "did you mean trainer.plugin?"]),
         ("misspelt trainer", ["trianer: no such key", "did you mean trainer?"]),
         ("misspelt block", ["shardng: no such key", "did you mean sharding?"]),
-        ("misspelt choice", ["sharding/splt", "split"]),
+        ("misspelt choice", ["sharding=splt", "fix:      sharding=split"]),
         ("added key", ["sharding.roles.critic.foo: no such key", "devices", "remove sharding.roles.critic.foo"]),
         ("added block", ["sharding.role: no such key", "did you mean sharding.roles?"]),
         ("wrong type", ["sharding.roles.critic.micro_batch_size", "a whole number", "four"]),
@@ -222,6 +261,24 @@ def test_checkpointing_may_be_a_block_on_the_command_line(composed):
         ("old block deleted", ["remove ~critic.model.fsdp_config"]),
         ("old place of a policy", ["write actor_rollout_ref.ref.fsdp_config.offload_policy=True"]),
         ("someone else's key", ["data.no_such_key"]),
+        ("misspelt key of verl", ["trainer.nnode: no such key", "fix:      trainer.nnodes=2"]),
+        ("misspelt key of verl without us", ["Could not override 'trainer.nnode'."]),
+        ("added switch", ["trainer.plugn: no such key", "fix:      trainer.plugin=sharding"]),
+        ("added switch in a list", ["trainer.plugins: no such key", "fix:      trainer.plugin=sharding"]),
+        ("added switch at the top", ["plugin: no such key", "fix:      trainer.plugin=sharding"]),
+        ("added switch of another name", ["trainer.sharding: no such key", "fix:      trainer.plugin=sharding"]),
+        ("added switch in sft", ["trainer.plugn: no such key", "fix:      trainer.plugin=sharding"]),
+        ("misspelt switch in yaml", ["trainer.plugn: no such key", "fix:      trainer.plugin=sharding"]),
+        ("added misspelt block", ["shardng: no such key", "did you mean sharding?"]),
+        ("switch at the top", ["plugin: no such key", "fix:      trainer.plugin=sharding"]),
+        ("switch of another name", ["trainer.sharding: no such key", "fix:      trainer.plugin=sharding"]),
+        ("key below the switch", ["trainer.plugin.name: no such key", "fix:      trainer.plugin=sharding"]),
+        ("null for the group", ["sharding=base or sharding=split", "remove sharding=null"]),
+        ("number for the group", ["sharding=base or sharding=split", "remove sharding=1"]),
+        ("list for the group", ["sharding=[split]", "fix:      sharding=split"]),
+        ("added group", ["+sharding=split", "fix:      sharding=split"]),
+        ("list for a role", ["sharding.roles.critic", "fix:      sharding.roles.critic.devices=[4,5]"]),
+        ("old key of sft", ["write model.path=/m; remove data.prompt_key", "data.messages_key"]),
     ],
 )
 def test_a_mistake_is_refused_with_the_right_key_named(case, parts, composed):

@@ -346,3 +346,70 @@ def test_the_error_names_key_value_reason_and_remedy():
     text = str(error)
     for part in ("critic.model.fsdp_config.param_offload=True", "does not start", "critic.fsdp.param_offload=True"):
         assert part in text
+
+
+# SFT
+
+REMOVED_FROM_SFT = [
+    "data.micro_batch_size",
+    "data.prompt_key",
+    "data.response_key",
+    "data.prompt_dict_keys",
+    "data.response_dict_keys",
+    "data.multiturn.enable",
+    "data.multiturn.messages_key",
+    "data.multiturn.tools_key",
+    "data.multiturn.enable_thinking_key",
+    "data.chat_template",
+    "model.partial_pretrain",
+    "model.fsdp_config.model_dtype",
+    "model.fsdp_config.wrap_policy.min_num_params",
+    "model.fsdp_config.cpu_offload",
+    "model.fsdp_config.offload_params",
+    "model.strategy",
+    "optim.warmup_steps_ratio",
+    "optim.lr_scheduler",
+    "ulysses_sequence_parallel_size",
+    "use_remove_padding",
+    "trainer.resume_path",
+    "trainer.checkpoint.save_contents",
+    "trainer.checkpoint.load_contents",
+    "checkpoint.mbridge_config",
+]
+
+
+@functools.cache
+def sft_tree() -> frozenset[str]:
+    with initialize_config_dir(config_dir=config_dir(), version_base=None):
+        return frozenset(_walk(compose("sft_trainer_engine")))
+
+
+@pytest.mark.parametrize("key", REMOVED_FROM_SFT)
+def test_every_key_that_sft_lost_is_answered_with_one_that_it_has_or_a_reason(key):
+    found = answer(key, "1", sft_tree())
+    assert found is not None
+    assert key not in sft_tree()
+    assert found.reason
+    assert not found.reason.endswith(".")
+    assert found.new_key is None or found.new_key in sft_tree()
+
+
+def test_keys_of_ppo_and_of_sft_are_not_mistaken_for_each_other():
+    assert answer("model.partial_pretrain", "/m", tree("dp")) is None
+    assert answer("critic.fsdp_config.fsdp_size", "2", sft_tree()) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("reward_model.model_path", "/m", "write reward.reward_model.model_path=/m"),
+        ("reward_model.inference.name", "vllm", "write reward.reward_model.rollout.name=vllm"),
+        (
+            "actor_rollout_ref.actor.use_token_level_loss",
+            "True",
+            "write actor_rollout_ref.actor.loss_agg_mode=token-mean",
+        ),
+    ],
+)
+def test_keys_that_only_verls_examples_had_are_answered_too(key, value, remedy):
+    assert answer(key, value, tree("dp")).remedy == remedy

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -40,7 +42,8 @@ def refused(planned):
 def choices(error):
     """Each thing to type, as a list of overrides; words without one are left out."""
     texts = error.remedy.replace("\n  or:       ", ", or ").split(", or ")
-    return [shlex.split(text) for text in texts if "=" in text and "<" not in text]
+    words = [[word for word in shlex.split(text) if "=" in word] for text in texts if "<" not in text]
+    return [overrides for overrides in words if overrides]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,14 @@ def choices(error):
         (*LONG, f"{ACTOR}.ulysses_sequence_parallel_size=2"),
         (*LONG, "model_engine=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=4"),
         (*LONG, "sharding.roles.actor.max_tokens=4096", "sharding.roles.critic.max_tokens=4096"),
+        ("trainer.n_gpus_per_node=8.0",),
+        ("trainer.n_gpus_per_node='8'",),
+        ("sharding.roles.rollout.batch_size=64", "data.max_response_length=2e3"),
+        ("sharding.roles.rollout.batch_size=64", f"{ROLLOUT}.max_num_batched_tokens=8k"),
+        ("ray_kwargs.ray_init.num_cpus=8",),
+        (f"{ACTOR}.use_kl_loss=no",),
+        (f"{ROLLOUT}.mode=sync",),
+        (f"{ROLLOUT}.name=vLLM",),
     ],
     ids=" ".join,
 )
@@ -109,3 +120,28 @@ def test_with_lora_the_references_own_budget_does_not_matter(planned):
         "algorithm.use_kl_in_reward=True",
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=16",
     )
+
+
+RECIPES = Path(next(iter(find_spec("verl").submodule_search_locations)), "experimental")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [("fully_async_policy", "fully_async_ppo_trainer"), ("one_step_off_policy", "one_step_off_ppo_trainer")],
+)
+def test_a_recipe_whose_trainer_places_its_roles_itself_is_refused_with_its_name(recipe, name, compose):
+    overrides = ["hydra.searchpath=[pkg://verl.trainer.config]", "sharding.roles.actor.devices=0-3"]
+    config = compose(*overrides, config_name=name, config_path=str(RECIPES / recipe / "config"))
+    with pytest.raises(ConfigError) as caught:
+        driver.prepare(config, explicit=parse_overrides(overrides))
+    assert f"verl.experimental.{recipe}" in caught.value.found
+    assert "trainer.v1.trainer_mode=separate_async" in caught.value.remedy
+
+
+def test_cpus_that_the_config_names_are_compared_before_ray_starts(planned, refused):
+    four = ("trainer.n_gpus_per_node=4", "data.train_batch_size=1024")
+    error = refused(*four, "ray_kwargs.ray_init.num_cpus=8")
+    assert "4 devices x 3 worker processes = 12 CPUs" in error.expected
+    assert error.remedy.startswith("ray_kwargs.ray_init.num_cpus=14")
+    planned(*four, "ray_kwargs.ray_init.num_cpus=16")
+    planned(*four, "ray_kwargs.ray_init.num_cpus=8", "trainer.nnodes=2")  # Ray is joined there

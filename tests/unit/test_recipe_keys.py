@@ -1,12 +1,14 @@
 """Keys of older verl versions in a recipe's yaml."""
 
+import shlex
+
 import pytest
 from omegaconf import OmegaConf
 
 from verl_ext_sharding import driver
 from verl_ext_sharding.cli.plan import compose
 from verl_ext_sharding.config.changes import parse_overrides
-from verl_ext_sharding.config.recipe_keys import check_recipe_keys
+from verl_ext_sharding.config.recipe_keys import check_recipe_keys, check_switches
 from verl_ext_sharding.errors import ConfigError
 
 
@@ -40,7 +42,7 @@ def test_extra_keys_that_verl_takes_are_left_alone():
 
 
 def _typed(remedy):
-    return remedy.partition("; or type ")[2].split()
+    return shlex.split(remedy.partition("; or type ")[2])
 
 
 RECIPES = {
@@ -142,3 +144,24 @@ def test_a_job_with_a_reward_key_that_nothing_reads_is_refused_before_it_is_plan
     with pytest.raises(ConfigError) as caught:
         driver.prepare(compose(written), parse_overrides(written))
     assert caught.value.remedy == "write reward.custom_reward_function.path=/x"
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("actor_rollout_ref.actor.use_kl_loss=no", "false"),
+        ("critic.use_dynamic_bsz=yes", "true"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload='False'", "false"),
+        ("reward.reward_model.enable=off", "false"),
+    ],
+)
+def test_a_word_where_verl_has_true_or_false_is_refused_with_what_it_means(override, value):
+    with pytest.raises(ConfigError) as caught:
+        check_switches(compose([override]))
+    key = override.partition("=")[0]
+    assert caught.value.remedy == f"{key}={value}"
+    check_switches(compose([caught.value.remedy]))
+
+
+def test_words_elsewhere_and_words_of_ours_are_left_alone():
+    check_switches(compose(["sharding.guards.token_ids=off", "trainer.experiment_name=on", "+my_block.mode=off"]))

@@ -117,11 +117,12 @@ def test_weights_must_travel_to_other_devices(device, backend, apart):
 
 
 def test_a_reward_model_without_a_pool_of_its_own_is_refused(apart):
-    error = refusal({BACKEND: "nccl"}, apart(reward=ServerFacts(name="vllm", ranks_per_replica=2)))
+    values = {BACKEND: "nccl", "reward.reward_model.model_path": "/models/reward"}
+    error = refusal(values, apart(reward=ServerFacts(name="vllm", ranks_per_replica=2)))
     assert error.subject == "reward.reward_model.enable_resource_pool"
     assert "rollout never pauses" in error.expected
     assert "reward.reward_model.n_gpus_per_node=2" in error.remedy
-    accept({BACKEND: "nccl"}, apart(reward=ServerFacts(name="vllm", own_nodes=(2,))))
+    accept(values, apart(reward=ServerFacts(name="vllm", own_nodes=(2,))))
 
 
 def test_lending_devices_to_a_rollout_that_prefills_apart_is_refused(apart):
@@ -133,7 +134,7 @@ def test_lending_devices_to_a_rollout_that_prefills_apart_is_refused(apart):
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
 def test_other_trainers_ask_for_none_of_this(mode, apart):
-    values = {BACKEND: "naive", SWITCH: True, APART: True}
+    values = {BACKEND: "naive", SWITCH: True, APART: True, "reward.reward_model.model_path": "/models/reward"}
     accept(values, apart(48, mode=mode, reward=ServerFacts(name="vllm")))
 
 
@@ -215,3 +216,30 @@ def test_a_plan_whose_nodes_are_all_named_stands_at_the_launch(compose):
     plan = driver.prepare(config, explicit=parse_overrides(lines))
     assert plan.placement.devices_of("critic") == (0, 1, 8, 9)
     assert driver.prepare(config, node_names=("10.0.0.1", "10.0.0.9")) is plan
+
+
+# Servers
+
+
+def test_the_rollout_mode_of_verl_0_6_is_refused_with_the_one_that_is_left(job):
+    rollout = ServerFacts(name="vllm", block="actor_rollout_ref.rollout")
+    error = refusal({"actor_rollout_ref.rollout.mode": "sync"}, job(rollout=rollout))
+    assert error.remedy.startswith("actor_rollout_ref.rollout.mode=async")
+    accept({"actor_rollout_ref.rollout.mode": "async"}, job(rollout=rollout))
+
+
+@pytest.mark.parametrize(("written", "meant"), [("vLLM", "vllm"), ("vlm", "vllm"), ("sg_lang", "sglang"), ("HF", "hf")])
+def test_a_misspelt_backend_is_refused_with_the_one_that_was_meant(written, meant, job):
+    error = refusal({}, job(rollout=ServerFacts(name=written, block="actor_rollout_ref.rollout")))
+    assert error.remedy == f"actor_rollout_ref.rollout.name={meant}"
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "trtllm", "hf", "vllm_omni", "my_server", "unset"])
+def test_backends_of_verl_ours_and_a_recipes_own_are_accepted(name, job):
+    accept({}, job(rollout=ServerFacts(name=name, block="actor_rollout_ref.rollout")))
+
+
+def test_a_reward_model_without_a_path_is_refused(job):
+    facts = job(reward=ServerFacts(name="vllm", block="reward.reward_model.rollout"))
+    assert refusal({}, facts).subject == "reward.reward_model.model_path"
+    accept({"reward.reward_model.model_path": "/models/reward"}, facts)

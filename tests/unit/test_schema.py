@@ -127,7 +127,7 @@ def test_a_plain_value_in_place_of_a_block_is_refused_with_a_key_of_it(path, val
     assert error.found == str(value)
     key, _, text = error.remedy.partition("=")
     assert key.startswith(f"{path}.")
-    assert ShardingConfig.parse(nested(key, OmegaConf.from_dotlist([f"x={text}"]).x))
+    assert ShardingConfig.parse(nested(key, OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"]))["x"]))
 
 
 @pytest.mark.parametrize("path", BLOCKS[1:])
@@ -178,7 +178,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_key_and_value_and_a_type_
             continue
         error = refusal(nested(key, sample))
         assert error.subject == key, sample
-        assert error.found == str(sample)
+        assert error.found == ("null" if sample is None else str(sample))
         assert error.expected
         assert error.remedy.startswith(f"{key}=")
 
@@ -219,7 +219,7 @@ def test_a_bare_off_of_a_yaml_file_means_off(key):
 def test_other_spellings_of_a_word_are_refused_with_the_words(value):
     error = refusal({"fit": value})
     assert error.expected == "off or report or apply"
-    assert error.remedy == "sharding.fit=off"
+    assert error.remedy == ("sharding.fit=apply" if value == "apply " else "sharding.fit=off")
 
 
 @pytest.mark.parametrize("value", [True, False, "auto"])
@@ -351,3 +351,57 @@ def test_the_error_for_an_unknown_key_at_the_top_has_no_dot_in_front():
 
 def test_the_plugin_is_asked_for_by_the_name_of_its_entry_point():
     assert schema.PLUGIN_NAME == "sharding"
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "meant"),
+    [
+        ("sharding", "critic", "sharding.roles.critic"),
+        ("sharding", "token_ids", "sharding.guards.token_ids"),
+        ("sharding", "gpu_gib", "sharding.memory.gpu_gib"),
+        ("sharding", "devices", "sharding.roles.actor.devices"),
+        ("sharding.roles.actor", "params", "sharding.roles.actor.offload.params"),
+        ("sharding.roles", "policy", "sharding.roles.actor"),
+        ("sharding.roles", "reference", "sharding.roles.ref"),
+        ("sharding.roles", "reward_model", "sharding.roles.reward"),
+        ("sharding.roles.critic", "gpus", "sharding.roles.critic.devices"),
+        ("sharding.roles.critic", "device", "sharding.roles.critic.devices"),
+    ],
+)
+def test_a_key_without_its_block_or_by_another_name_is_answered_with_the_right_one(path, name, meant):
+    block = {name: 1}
+    for part in reversed(path.split(".")[1:]):
+        block = {part: block}
+    with pytest.raises(ConfigError) as caught:
+        ShardingConfig.parse(block)
+    assert caught.value.subject == f"{path}.{name}: no such key"
+    assert caught.value.remedy == f"did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("sharding.fit", "aply", "sharding.fit=apply"),
+        ("sharding.roles.critic.dtype", "bf16", "sharding.roles.critic.dtype=bfloat16"),
+        ("sharding.roles.critic.dtype", "fp16", "sharding.roles.critic.dtype=float16"),
+        (
+            "sharding.roles.actor.attn_implementation",
+            "flash",
+            "sharding.roles.actor.attn_implementation=flash_attention_2",
+        ),
+        ("sharding.communication.infiniband", "disable", "sharding.communication.infiniband=false"),
+        ("sharding.communication.p2p", 1, "sharding.communication.p2p=true"),
+        ("sharding.guards.align_inputs", "no", "sharding.guards.align_inputs=false"),
+        ("sharding.roles.critic.devices", 4.0, "sharding.roles.critic.devices=4"),
+        ("sharding.roles.actor.micro_batch_size", 2.0, "sharding.roles.actor.micro_batch_size=2"),
+        ("sharding.roles.critic", [4, 5], "sharding.roles.critic.devices=[4,5]"),
+    ],
+)
+def test_what_is_offered_is_what_the_wrong_value_was_meant_to_be(key, value, remedy):
+    block = value
+    for part in reversed(key.split(".")[1:]):
+        block = {part: block}
+    with pytest.raises(ConfigError) as caught:
+        ShardingConfig.parse(block)
+    assert caught.value.subject == key
+    assert caught.value.remedy == remedy

@@ -196,6 +196,33 @@ def test_a_token_budget_below_the_longest_sequence_is_refused_with_one_that_hold
     prepare(f"{ACTOR}.max_tokens={enough}", *overrides, **ranks(4))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "subject", "remedy"),
+    [
+        (["data.max_length=16384"], "data.max_token_len_per_gpu", "data.max_token_len_per_gpu=16384"),
+        (
+            ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=48"],
+            "data.micro_batch_size_per_gpu",
+            "data.micro_batch_size_per_gpu=32",
+        ),
+        (["data.train_batch_size=3"], "data.train_batch_size", "data.train_batch_size=4"),
+        (
+            ["engine.ulysses_sequence_parallel_size=3"],
+            "engine.ulysses_sequence_parallel_size",
+            "engine.ulysses_sequence_parallel_size=1",
+        ),
+        (["data.max_length=8k"], "data.max_length", "data.max_length=1024"),
+        (["data.train_batch_size=64.0"], "data.train_batch_size", "data.train_batch_size=64"),
+        (["data.use_dynamic_bsz=no"], "data.use_dynamic_bsz", "data.use_dynamic_bsz=false"),
+    ],
+)
+def test_verls_own_keys_of_batches_are_held_to_the_same(overrides, subject, remedy, prepare):
+    error = refusal(prepare, *overrides, **ranks(4))
+    assert error.subject == subject
+    assert error.remedy.split(", or ")[0] == remedy
+    prepare(*overrides, remedy, **ranks(4))
+
+
 def test_both_kinds_of_micro_batch_at_once_are_refused(prepare):
     assert refusal(prepare, f"{ACTOR}.micro_batch_size=2", f"{ACTOR}.max_tokens=2048").subject == ACTOR
 
@@ -316,3 +343,9 @@ def test_log_probs_reach_an_engine_that_took_them_by_name_before_the_patch_came(
     sft._reach_engine()
     assert engine.logprobs_from_logits is logprobs.logprobs_from_logits
     assert engine.entropy_from_logits is own
+
+
+def test_an_old_key_that_a_plus_added_is_answered(prepare):
+    error = refusal(prepare, written=["+model.partial_pretrain=/m", "+data.prompt_key=question"])
+    assert error.remedy == "write model.path=/m; remove data.prompt_key"
+    prepare(written=["model.path=/m", "+data.my_own_key=1"])

@@ -8,17 +8,26 @@ from verl_ext_sharding.config.values import resolving, whole_number
 from verl_ext_sharding.errors import ConfigError
 
 
-@pytest.mark.parametrize(("value", "number"), [(3, 3), (4.0, 4)])
-def test_a_whole_number_is_returned(value, number):
-    assert whole_number("k", value, instead=1) == number
+def test_a_whole_number_is_returned():
+    assert whole_number("k", 3, instead=1) == 3
 
 
-@pytest.mark.parametrize("value", ["16k", "8", 1.5, 0, -1, None, True, [1], float("inf"), float("nan")], ids=str)
+@pytest.mark.parametrize(
+    ("value", "found", "number"),
+    [(4.0, "4.0", 4), (1e3, "1000.0", 1000), ("8", "the text '8'", 8), ("8.0", "the text '8.0'", 8)],
+)
+def test_what_spells_a_whole_number_is_refused_with_that_number(value, found, number):
+    with pytest.raises(ConfigError) as caught:
+        whole_number("k", value, instead=2)
+    assert (caught.value.found, caught.value.remedy) == (found, f"k={number}")
+
+
+@pytest.mark.parametrize("value", ["16k", 1.5, 0.0, "-3", 0, -1, None, True, [1], float("inf"), float("nan")], ids=str)
 def test_anything_else_is_refused_with_its_key_and_what_to_type(value):
     with pytest.raises(ConfigError) as caught:
         whole_number("k", value, instead=2)
     assert caught.value.subject == "k"
-    assert caught.value.found == ("null" if value is None else str(value))
+    assert caught.value.found in ("null" if value is None else str(value), f"the text '{value}'")
     assert caught.value.remedy == "k=2"
 
 

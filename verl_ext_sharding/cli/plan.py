@@ -19,6 +19,7 @@ from verl_ext_sharding.launchers import Program
 from verl_ext_sharding.placement.table import PlacementTable, RoleRow
 
 if TYPE_CHECKING:
+    from hydra.errors import HydraException
     from omegaconf import DictConfig
 
 _NODES, _DEVICES = "trainer.nnodes", "trainer.n_gpus_per_node"
@@ -111,9 +112,10 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
     from verl_ext_sharding.patching import apply
 
     hydra_source.register()
-    apply(hydra_overrides.SPEC)
+    for patch in hydra_overrides.SPECS:
+        apply(patch)
     folder = Path(config_path).resolve() if config_path else _verl_configs()
-    switched_on = any(line.startswith("trainer.plugin=") for line in overrides)
+    switched_on = any(line.lstrip("+~").partition("=")[0] == "trainer.plugin" for line in overrides)
     lines = list(overrides) if switched_on else [*overrides, f"trainer.plugin={PLUGIN_NAME}"]
     try:
         with initialize_config_dir(str(folder), version_base=None):
@@ -123,13 +125,22 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
     except HydraException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
-        raise ConfigError(
-            "the overrides",
-            expected=f"overrides of {config_name}",
-            found=str(error),
-            consequence="nothing is planned",
-            remedy="correct the override named above",
-        ) from error
+        raise _refused(config_name, error) from error
+
+
+def _refused(config_name: str, error: HydraException) -> ConfigError:
+    from hydra.errors import OverrideParseException
+
+    remedy = "correct the override named above"
+    if isinstance(error, OverrideParseException):
+        remedy += ", or put it in single quotes: a shell takes braces, quotes and spaces for its own"
+    return ConfigError(
+        "the overrides",
+        expected=f"overrides of {config_name}",
+        found=str(error).partition("\nConfig search path")[0],
+        consequence="nothing is planned",
+        remedy=remedy,
+    )
 
 
 def _switched_off() -> ConfigError:

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_ext_sharding.communication.hygiene import Setting
-from verl_ext_sharding.config.changes import KeyChange, as_override
+from verl_ext_sharding.config.arguments import as_argument, as_override
+from verl_ext_sharding.config.changes import KeyChange
 from verl_ext_sharding.placement.device_map import HOST, LayerRow
 from verl_ext_sharding.placement.devices import format_devices
 from verl_ext_sharding.placement.table import PlacementTable
@@ -97,7 +98,8 @@ def show_changes(changes: Sequence[KeyChange]) -> None:
         show(f"set because of {why}:")
         for change in group:
             before = "not there" if change.added else as_override(change.old)
-            show(f"  {'+' * change.added}{change.key}={as_override(change.new)}  (was {before})")
+            line = as_argument(f"{'+' * change.added}{change.key}={as_override(change.new)}")
+            show(f"  {line}  (was {before})")
 
 
 def show_settings(settings: Sequence[Setting]) -> None:

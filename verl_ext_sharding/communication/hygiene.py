@@ -15,6 +15,7 @@ the task runner, every worker and the rollout servers, on all nodes.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ IB_DISABLE = "NCCL_IB_DISABLE"
 P2P_DISABLE = "NCCL_P2P_DISABLE"
 NAMES = (ASYNC_ERROR_HANDLING, IB_DISABLE, P2P_DISABLE)
 """The variables that are decided, in the order of the table."""
+
+_NUMBER = re.compile(r"-?\d+|0x[0-9a-f]+", re.IGNORECASE)
 
 SYS_CLASS_INFINIBAND = Path("/sys/class/infiniband")
 """Where Linux lists RDMA devices: InfiniBand, RoCE, and the adapters of some clouds."""
@@ -98,16 +101,19 @@ def decide_here(config: CommunicationConfig, driver_exports: Mapping[str, str] |
 
 
 def check_exports(config: CommunicationConfig, environ: Mapping[str, str]) -> None:
-    """Refuses a key that says the opposite of an exported variable: which of the two counts would be a guess.
+    """Refuses an exported variable that is no number, and a key that says the opposite of one: which counts would be a guess.
 
     Args:
         config: The `sharding.communication` block.
         environ: The environment that the user started from.
 
     Raises:
-        ConfigError: Names the key and the variable.
+        ConfigError: Names the variable, and the key.
     """
     exports = exported(environ)
+    for name, value in exports.items():
+        if not _NUMBER.fullmatch(value.strip()):
+            raise _no_number(name, value)
     for key, variable, wanted in (
         ("infiniband", IB_DISABLE, config.infiniband),
         ("p2p", P2P_DISABLE, config.p2p),
@@ -237,6 +243,18 @@ def _not_there(key: str, expected: str, found: str, variable: str) -> ConfigErro
         found=found,
         consequence="the run does not start, since NCCL would silently use something slower",
         remedy=f"{key}=auto, or export {variable}=0 to insist",
+    )
+
+
+def _no_number(name: str, value: str) -> ConfigError:
+    """NCCL takes its default for what is no number (param.cc), and torch ends the process (`getCvarInt`)."""
+    on = value.strip().lower() in ("true", "yes", "on", "y")
+    return ConfigError(
+        f"{name}={value}",
+        expected="a number, 0 or 1",
+        found=f"'{value}', exported",
+        consequence="the run does not start, since it would not be taken for what it says",
+        remedy=f"export {name}={int(on)}, where the job starts and where Ray was started",
     )
 
 

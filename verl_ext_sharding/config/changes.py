@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
+from verl_ext_sharding.config.arguments import as_argument, as_override
 from verl_ext_sharding.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-_PLAIN = re.compile(r"(\$\{[\w.:,]+\}|[\w/.:+%@?|*-])+")
-"""Text that Hydra's grammar takes without quotes."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -66,9 +64,9 @@ def apply_changes(config: DictConfig, changes: Iterable[KeyChange], explicit: Ma
         The changes that changed something, with `old` filled in.
 
     Raises:
-        ConfigError: The user wrote the same key with another value.
+        ConfigError: The user wrote the same keys with other values.
     """
-    applied = []
+    applied, refused = [], []
     for change in changes:
         old = OmegaConf.select(config, change.key, default=None, throw_on_missing=False)
         old = OmegaConf.to_container(old) if isinstance(old, DictConfig | ListConfig) else old
@@ -78,31 +76,16 @@ def apply_changes(config: DictConfig, changes: Iterable[KeyChange], explicit: Ma
         if written and change.default:
             continue
         if written:
-            raise _contradiction(change, written[0], explicit[written[0]])
+            refused.append((change, f"{written[0]}={explicit[written[0]]}"))
+            continue
         added = not _exists(config, change.key)
         with open_dict(config):
             OmegaConf.update(config, change.key, change.new, merge=False, force_add=True)
         applied.append(replace(change, old=old, added=added))
         logger.debug("%s=%s (was %s): %s", change.key, change.new, old, change.why)
+    if refused:
+        raise _contradiction(refused)
     return applied
-
-
-def as_override(value: Any) -> str:
-    """A value as Hydra reads it on the command line.
-
-    Args:
-        value: A plain value, list or mapping.
-    """
-    if value is None:
-        return "null"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{as_override(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(as_override, value)) + "]"
-    text = str(value)
-    if not isinstance(value, str) or _PLAIN.fullmatch(text):
-        return text
-    return "'" + text.replace("'", "\\'") + "'"
 
 
 def _differ(config: DictConfig, change: KeyChange, key: str, text: str) -> bool:
@@ -134,11 +117,16 @@ def _exists(config: DictConfig, key: str) -> bool:
     return isinstance(node, DictConfig) and name in node.keys()  # noqa: SIM118  (`in` is false for null and ???)
 
 
-def _contradiction(change: KeyChange, key: str, written: str) -> ConfigError:
+def _contradiction(refused: Sequence[tuple[KeyChange, str]]) -> ConfigError:
+    """One error for all that the user wrote and a request contradicts, so that one attempt repairs them all."""
+    changes = [change for change, _ in refused]
+    asked = " and ".join(dict.fromkeys(change.why for change in changes))
+    written = list(dict.fromkeys(line for _, line in refused))
+    expected = ", ".join(f"{change.key}={as_override(change.new)}" for change in changes)
     return ConfigError(
-        change.key,
-        expected=f"{change.new}, which {change.why} asks for",
-        found=f"{key}={written} on the command line",
+        changes[0].key,
+        expected=f"{as_override(changes[0].new) if len(changes) == 1 else expected}, which {asked} asks for",
+        found=f"{' '.join(written)} on the command line",
         consequence="the run does not start, since both can't hold",
-        remedy=f"remove {key}={written}, or change {change.why}",
+        remedy=f"remove {' '.join(map(as_argument, written))}, or change {asked}",
     )

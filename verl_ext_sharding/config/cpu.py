@@ -42,8 +42,21 @@ _PRECISION = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp
 
 
 def is_cpu(config: DictConfig) -> bool:
-    """Whether the run asks for the CPU."""
-    return str(OmegaConf.select(config, "trainer.device", default="cuda")) == "cpu"
+    """Whether the run asks for the CPU.
+
+    Raises:
+        ConfigError: It does, by a name that verl does not know.
+    """
+    device = str(OmegaConf.select(config, "trainer.device", default="cuda"))
+    if device != "cpu" and device.lower().partition(":")[0] == "cpu":
+        raise ConfigError(
+            "trainer.device",
+            expected="cpu, without a number",
+            found=device,
+            consequence="the run does not start, since verl would take it for an accelerator",
+            remedy="trainer.device=cpu",
+        )
+    return device == "cpu"
 
 
 def changes(config: DictConfig, facts: JobFacts, placement: Placement) -> Iterator[KeyChange]:

@@ -146,7 +146,7 @@ def _strategy(config: DictConfig, role: str, block: str) -> str:
         expected=f"{' or '.join(known)}, an engine of verl that {block} has settings for",
         found=strategy,
         consequence="the run does not start",
-        remedy=f"{instead}{key}={did_you_mean(strategy, known) or known[0]}, or {model}.external_lib=<the module that "
+        remedy=f"{instead}{key}={did_you_mean(strategy.lower(), known) or known[0]}, or {model}.external_lib=<the module that "
         "registers an engine of your own>",
     )
 

@@ -1,7 +1,7 @@
 """Answers a key that an older release of verl had with the key and value to write now, or with why it is gone.
 
-Hydra itself only says that a key is unknown. What became of each key stands in `old_keys_table`, and in `unread_keys` for
-those that verl's yaml still has and nothing reads.
+Hydra itself only says that a key is unknown. What became of each key stands in `old_keys_table`, for SFT in `old_sft_keys`,
+and in `unread_keys` for those that verl's yaml still has and nothing reads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from verl_ext_sharding.config.arguments import as_argument
 from verl_ext_sharding.config.old_keys_table import REPLACEMENTS, TRAINING_ROLES, Replacement
+from verl_ext_sharding.config.old_sft_keys import SFT
 from verl_ext_sharding.config.unread_keys import UNREAD
 from verl_ext_sharding.errors import ConfigError, did_you_mean
 
@@ -49,7 +51,7 @@ class Answer:
         """What to type, as one line."""
         if not self.overrides:
             return f"remove {self.key}"
-        written = f"write {' '.join(self.overrides)}"
+        written = f"write {' '.join(map(as_argument, self.overrides))}"
         if self.available:
             return written
         engine = next((name for part, name in _ENGINES.items() if f".{part}." in f"{self.new_key}."), None)
@@ -83,7 +85,7 @@ def refusal(answers: Sequence[Answer], undo: Iterable[str] = ()) -> ConfigError:
         expected=f"{'keys' if more else 'a key'} of verl {max((a.since for a in answers), key=_release)} or later",
         found=", ".join(answer.written for answer in answers),
         consequence=f"the run does not start; {'; '.join(dict.fromkeys(answer.reason for answer in answers))}",
-        remedy=f"{remedy} in the yaml file; or type {' '.join(typed)}" if undo else remedy,
+        remedy=f"{remedy} in the yaml file; or type {' '.join(map(as_argument, typed))}" if undo else remedy,
     )
 
 
@@ -92,7 +94,7 @@ def _remedy(answers: Sequence[Answer]) -> str:
     moved = [override for answer in answers if answer.available for override in answer.overrides]
     gone = [answer.key for answer in answers if not answer.overrides]
     elsewhere = [answer.remedy for answer in answers if answer.overrides and not answer.available]
-    parts = [f"write {' '.join(dict.fromkeys(moved))}"] if moved else []
+    parts = [f"write {' '.join(map(as_argument, dict.fromkeys(moved)))}"] if moved else []
     parts += [f"remove {', '.join(gone)}"] if gone else []
     return "; ".join(parts + elsewhere)
 
@@ -113,12 +115,18 @@ def answer(key: str, value: str | None, known_keys: Collection[str]) -> Answer |
         The answer, or None for a key that this run's config has or that verl never had.
     """
     bare = key.lstrip(_PREFIXES)
-    found = None if bare in known_keys else _find(REPLACEMENTS + UNREAD, bare, value, known_keys)
+    found = None if bare in known_keys else _find(_table(known_keys), bare, value, known_keys)
     if found is None or not key.startswith("~"):
         return found
     # Deleting it in its new place could take away what verl reads there, a whole block even.
     reason = f"{found.reason}; so there is nothing left to delete"
     return replace(found, key=f"~{bare}", new_key=None, overrides=(), reason=reason, available=False)
+
+
+def _table(known_keys: Collection[str]) -> Iterable[Replacement]:
+    """The old keys of a PPO job, or of an SFT job, whose config has one engine and no actor."""
+    is_sft = "engine" in known_keys and "actor_rollout_ref" not in known_keys
+    return SFT if is_sft else REPLACEMENTS + UNREAD
 
 
 def answer_unread(key: str, value: str, known_keys: Collection[str]) -> Answer | None:

@@ -164,12 +164,7 @@ SINCE_0_7 = (
         old="<role>.mindspeed.fsdp_kwargs.*", since="0.9.1", reason=f"{_MINDSPEED}, and there is no FSDP variant of it"
     ),
     Replacement(old="<role>.mindspeed.strategy", since="0.9.1", reason=_MINDSPEED),
-    Replacement(
-        old="<role>.mindspeed.*",
-        since="0.9.1",
-        reason=_MINDSPEED,
-        new=("<role>.megatron.*",),
-    ),
+    Replacement(old="<role>.mindspeed.*", since="0.9.1", reason=_MINDSPEED, new=("<role>.megatron.*",)),
     Replacement(old="actor_rollout_ref.ref.optim.*", since="0.9.1", reason="the reference policy is never trained"),
     Replacement(
         old="actor_rollout_ref.rollout.layer_name_map.*",
@@ -296,6 +291,11 @@ SINCE_0_7 = (
     Replacement(
         old="reward_model.rollout._target_", since="0.7.1", reason=_REWARD_BLOCK, new=(f"{_RM_SERVER}._target_",)
     ),
+    # Between 0.6.1 and 0.7.0 verl's examples had these two; no release did.
+    Replacement(
+        old="reward_model.model_path", since="0.7", reason=_REWARD_BLOCK, new=("reward.reward_model.model_path",)
+    ),
+    Replacement(old="reward_model.inference.*", since="0.7", reason=_REWARD_SERVER, new=(f"{_RM_SERVER}.*",)),
     Replacement(
         old="reward_model.max_length",
         since="0.7.1",
@@ -369,6 +369,13 @@ SINCE_0_7 = (
 _NPU_CONTENTS = "what is recorded is one list, tool_config.npu.contents, of npu, cpu, memory, shapes, module and stack"
 
 BEFORE_0_7 = (
+    Replacement(
+        old="actor_rollout_ref.actor.use_token_level_loss",
+        since="0.4",
+        reason="the way in which a loss is averaged has a name",
+        new=("actor_rollout_ref.actor.loss_agg_mode",),
+        value=lambda on: "token-mean" if on.lower() in ("true", "1") else "seq-mean-token-mean",
+    ),
     Replacement(
         old="ray_init.timeline_json_file", since="0.6", reason="it moved", new=("ray_kwargs.timeline_json_file",)
     ),

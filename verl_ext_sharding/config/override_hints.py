@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext_sharding.config import old_keys
-from verl_ext_sharding.config.changes import as_override
-from verl_ext_sharding.config.schema import PLUGIN_NAME, unknown_key
+from verl_ext_sharding.config.arguments import as_argument, as_override
+from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig, unknown_key
 from verl_ext_sharding.config.translate import request_of
 from verl_ext_sharding.errors import ConfigError, did_you_mean
 
@@ -32,20 +33,53 @@ def explain(error: Exception, overrides: Iterable[Any], config: DictConfig) -> C
     answers = _old_keys(overrides, config) if switched_on else []
     if answers:
         return old_keys.refusal(answers)
-    for override in overrides:
-        key, value = override.key_or_group, override.value()
-        if f"'{key}'" in str(error) or override.input_line in str(error):
-            path, name, known = _first_missing(config, key, value)
-            if name is None or not _is_ours(f"{path}.{name}" if path else name, value):
-                return None
-            return unknown_key(path, name, known) if known else _no_block(path, key, override.input_line)
+    named = (o for o in overrides if f"'{o.key_or_group}'" in str(error) or o.input_line in str(error))
+    refused = next(named, None)
+    return None if refused is None else _explain_one(refused, config, switched_on)
+
+
+def _explain_one(override: Any, config: DictConfig, switched_on: bool) -> ConfigError | None:
+    key, value = override.key_or_group, override.value()
+    path, name, known = _first_missing(config, key, value)
+    if name is None:
+        return _wrong_value(key, value) if key.startswith("sharding.") else None
+    missing, close = f"{path}.{name}" if path else name, did_you_mean(name, known)
+    if path == "trainer.plugin" or (close is None and _switches_on(name, value)):
+        return _no_switch(key)
+    if _is_ours(missing, value):
+        return unknown_key(path, name, known) if known else _no_block(path, key, override.input_line)
+    close = did_you_mean(name, known, at_least=0.8) if switched_on else None
+    return _misspelt(missing, f"{path}.{close}" if path else close, override.input_line) if close else None
+
+
+def _wrong_value(key: str, value: Any) -> ConfigError | None:
+    """The error for a value that OmegaConf can't merge, such as a list for a block."""
+    block: Any = value
+    for name in reversed(key.split(".")[1:]):
+        block = {name: block}
+    try:
+        ShardingConfig.parse(block)
+    except ConfigError as error:
+        return error
     return None
+
+
+def _misspelt(wrong: str, right: str, line: str) -> ConfigError:
+    """The error for a key of verl's that is nearly one. Hydra would have it added, so that nothing reads it."""
+    return ConfigError(
+        f"{wrong}: no such key",
+        expected=right,
+        found=wrong,
+        consequence="the run does not start",
+        remedy=as_argument(line.replace(wrong, right, 1)),
+    )
 
 
 def _is_ours(key: str, value: Any) -> bool:
     """Whether an override was meant for this package, as far as a misspelt one tells."""
-    first = key.partition(".")[0]
-    return did_you_mean(first, ["sharding"]) is not None or key.startswith("trainer.plug") or value == PLUGIN_NAME
+    first, leaf = key.partition(".")[0], key.rpartition(".")[2]
+    meant = value == PLUGIN_NAME or _switches_on(leaf, value)
+    return meant or did_you_mean(first, ["sharding"]) is not None or key.startswith("trainer.plug")
 
 
 def _no_block(path: str, key: str, line: str) -> ConfigError:
@@ -59,7 +93,7 @@ def _no_block(path: str, key: str, line: str) -> ConfigError:
         expected=f"a value for {path} as a whole",
         found=f"{path} is no block, so it has no {below}",
         consequence="the run does not start",
-        remedy=f"'{path}={value}'",
+        remedy=as_argument(f"{path}={value}"),
     )
 
 
@@ -123,21 +157,98 @@ def _first_missing(config: DictConfig, key: str, value: Any = None) -> tuple[str
     return key, None, []
 
 
-def check_types(config: DictConfig) -> None:
-    """Checks the composed `sharding` block.
+def check(config: DictConfig) -> bool:
+    """Checks a composed config: what is in the `sharding` block, and what stands beside it.
+
+    Returns:
+        Whether it switches the plugin on.
 
     Raises:
-        ConfigCompositionException: A value has the wrong type or range.
+        ConfigError: A value has the wrong type or range, or a key that was added was meant to be one of ours.
     """
-    from hydra.errors import ConfigCompositionException
+    trainer = OmegaConf.select(config, "trainer") if isinstance(config, DictConfig) else None
+    if not isinstance(trainer, DictConfig) or "plugin" not in trainer.keys():  # noqa: SIM118  (`in` is false for null)
+        return False  # none of verl's
+    _check_names(config, trainer)
+    _check_types(config)
+    switch = trainer._get_node("plugin")
+    return isinstance(switch, Node) and bool(switch._value() == PLUGIN_NAME)
 
-    if not isinstance(config, DictConfig) or config.get("sharding") is None:
+
+def _check_types(config: DictConfig) -> None:
+    if config.get("sharding") is None:
         return
     try:
         block = OmegaConf.create({"sharding": OmegaConf.to_container(config.sharding, resolve=True)})
     except OmegaConfBaseException:
         return  # an interpolation that only the run can resolve; the driver checks again
-    try:
-        request_of(block)
-    except ConfigError as error:
+    request_of(block)
+
+
+def _check_names(config: DictConfig, trainer: DictConfig) -> None:
+    """Refuses keys that a yaml file or a `+` added, which Hydra takes by any name, and that were meant to be ours."""
+    sections = {field.name for field in fields(ShardingConfig)}
+    others = [str(name) for name in config if name != PLUGIN_NAME]
+    for name in others:
+        node = config._get_node(name)
+        block = isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation()
+        if block and did_you_mean(name, [PLUGIN_NAME], at_least=0.8) and sections & set(map(str, node)):
+            raise unknown_key("", name, [*(other for other in others if other != name), PLUGIN_NAME])
+        if _switches_on(name, node):
+            raise _no_switch(name)
+    for name in map(str, trainer):
+        if name != "plugin" and _switches_on(name, trainer._get_node(name)):
+            raise _no_switch(f"trainer.{name}")
+
+
+def _switches_on(name: str, value: Any) -> bool:
+    """Whether a key other than `trainer.plugin` was meant to be that one, by its name and its value."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=False)
+    elif isinstance(value, Node):
+        value = value._value()
+    asks = PLUGIN_NAME in value if isinstance(value, list) else value == PLUGIN_NAME
+    return (asks and did_you_mean(name, ["plugin"]) is not None) or (name == PLUGIN_NAME and (asks or value is True))
+
+
+def _no_switch(key: str) -> ConfigError:
+    switch = f"trainer.plugin={PLUGIN_NAME}"
+    return ConfigError(
+        f"{key}: no such key",
+        expected=f"{switch} to switch the plugin on",
+        found=key,
+        consequence="the run does not start, since it would be verl's own",
+        remedy=switch,
+    )
+
+
+def check_choice(repo: Any, overrides: Iterable[Any]) -> None:
+    """Refuses a choice of the group `sharding` that there is not, before Hydra does without saying what to type.
+
+    Args:
+        repo: Hydra's repository of configs.
+        overrides: The parsed overrides.
+
+    Raises:
+        ConfigCompositionException: Names the override and what may be chosen.
+    """
+    from hydra.errors import ConfigCompositionException
+
+    for override in overrides:
+        value = override.value()
+        if override.key_or_group != PLUGIN_NAME or override.is_sweep_override() or override.is_delete():
+            continue
+        if isinstance(value, dict) or not repo.group_exists(PLUGIN_NAME):
+            continue
+        choices = repo.get_group_options(PLUGIN_NAME)
+        if value in choices and not (override.is_add() or override.is_force_add()):
+            continue
+        close = did_you_mean(str(value[0] if isinstance(value, list) and value else value), choices)
+        error = ConfigError(
+            PLUGIN_NAME,
+            expected=f"sharding={' or sharding='.join(choices)}, without a +",
+            found=override.input_line,
+            consequence="the run does not start",
+            remedy=f"sharding={close}" if close else f"remove {override.input_line}",
+        )
         raise ConfigCompositionException(str(error)) from error

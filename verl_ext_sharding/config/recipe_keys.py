@@ -1,4 +1,5 @@
-"""Old keys that Hydra takes and verl reads nowhere: added by a recipe's yaml or a `+`, or kept in verl's own yaml."""
+"""What Hydra takes and verl does not read as it was meant: keys of an older verl, added by a recipe's yaml or a `+` or kept in
+verl's own yaml; and words where it has true or false."""
 
 from __future__ import annotations
 
@@ -12,15 +13,18 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config import old_keys
-from verl_ext_sharding.config.changes import as_override
+from verl_ext_sharding.config.arguments import as_override
 from verl_ext_sharding.config.override_hints import known_keys
 from verl_ext_sharding.config.unread_keys import BLOCKS
+from verl_ext_sharding.errors import ConfigError
 
 _GENERATED = "_generated_ppo_*.yaml"
 """verl ships its composed trees, one for each engine (trainer/config)."""
 
 _ENGINE_CHOICES = ("actor_rollout_ref.actor._target_", "critic._target_")
 """Keys by which a config tells its engines."""
+
+_WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 
 
 def check_recipe_keys(config: DictConfig, explicit: Collection[str] = ()) -> None:
@@ -46,6 +50,29 @@ def check_recipe_keys(config: DictConfig, explicit: Collection[str] = ()) -> Non
             undo.append(_undo(key, known))
     if answers:
         raise old_keys.refusal(answers, undo=dict.fromkeys(undo))
+
+
+def check_switches(config: DictConfig) -> None:
+    """Refuses a word where verl has true or false: Hydra reads `no` and `off` as text, and verl takes any text for true.
+
+    Args:
+        config: The composed config.
+
+    Raises:
+        ConfigError: Names the first such key.
+    """
+    switches = frozenset().union(*(switches for _, _, switches in _verl_trees()))
+    for key, value in _leaves(config):
+        means = _WORDS.get(value.lower()) if isinstance(value, str) else None
+        if means is None or key.rpartition(".")[2] not in switches or key.startswith("sharding."):
+            continue
+        raise ConfigError(
+            key,
+            expected="true or false",
+            found=f"the text '{value}', which verl takes for true",
+            consequence="the run does not start",
+            remedy=f"{key}={str(means).lower()}",
+        )
 
 
 def _answer(key: str, value: Any, known: Collection[str]) -> old_keys.Answer | None:
@@ -84,20 +111,25 @@ def _keys_of_engines(config: DictConfig) -> frozenset[str]:
     """Every key that verl has for this run's engines, blocks included; empty when verl's trees are not to be found."""
     trees = _verl_trees()
     chosen = [OmegaConf.select(config, key, default=None, throw_on_missing=False) for key in _ENGINE_CHOICES]
-    of_run = [keys for targets, keys in trees if set(targets) & set(chosen)]
-    return frozenset().union(*(of_run or [keys for _, keys in trees]))
+    of_run = [keys for targets, keys, _ in trees if set(targets) & set(chosen)]
+    return frozenset().union(*(of_run or [keys for _, keys, _ in trees]))
 
 
 @functools.cache
-def _verl_trees() -> list[tuple[tuple[str, ...], frozenset[str]]]:
-    """Of each engine, its config classes and every key that the installed verl has for it."""
+def _verl_trees() -> list[tuple[tuple[str, ...], frozenset[str], frozenset[str]]]:
+    """Of each engine, its config classes, every key that the installed verl has for it, and the names of those that are true or
+    false."""
     package = util.find_spec("verl")
     if package is None or not package.submodule_search_locations:
         return []
     folder = Path(next(iter(package.submodule_search_locations))) / "trainer" / "config"
     trees = [OmegaConf.load(file) for file in sorted(folder.glob(_GENERATED))]
     return [
-        (tuple(str(OmegaConf.select(tree, key)) for key in _ENGINE_CHOICES), frozenset(known_keys(tree)))
+        (
+            tuple(str(OmegaConf.select(tree, key)) for key in _ENGINE_CHOICES),
+            frozenset(known_keys(tree)),
+            frozenset(key.rpartition(".")[2] for key, value in _leaves(tree) if isinstance(value, bool)),
+        )
         for tree in trees
         if isinstance(tree, DictConfig)
     ]

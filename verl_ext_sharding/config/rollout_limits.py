@@ -19,6 +19,7 @@ from typing import Any
 
 from verl_ext_sharding.config.changes import KeyChange
 from verl_ext_sharding.config.schema import RolloutConfig
+from verl_ext_sharding.config.values import whole_number
 from verl_ext_sharding.errors import ConfigError
 
 _PREFIX = "sharding.roles.rollout"
@@ -146,19 +147,24 @@ def _changes(name: str, value: Any, current: Mapping[str, Any], explicit: Collec
 
 
 def _lengths(values: Mapping[str, Any], response_key: str) -> _Lengths:
-    max_model_len = values.get(MAX_MODEL_LEN)
+    prompt = _length(values, PROMPT_LENGTH, MAX_PROMPT_LENGTH)
+    response = _length(values, RESPONSE_LENGTH, MAX_RESPONSE_LENGTH)
+    limit = values.get(MAX_MODEL_LEN)
     return _Lengths(
-        prompt=int(_first(values, PROMPT_LENGTH, MAX_PROMPT_LENGTH)),
-        response=int(_first(values, RESPONSE_LENGTH, MAX_RESPONSE_LENGTH)),
+        prompt=prompt,
+        response=response,
         response_key=response_key,
-        max_model_len=None if max_model_len is None else int(max_model_len),
+        max_model_len=None if limit is None else whole_number(MAX_MODEL_LEN, limit, instead=prompt + response),
     )
 
 
-def _first(values: Mapping[str, Any], *keys: str) -> Any:
-    found = next((values[key] for key in keys if values.get(key) is not None), None)
-    assert found is not None, f"verl's config has none of {keys}"
-    return found
+def _length(values: Mapping[str, Any], key: str, followed: str) -> int:
+    """The length of a key of verl's; one that it follows by default is looked at first, since that one was written."""
+    lengths = [
+        whole_number(name, values[name], instead=512) for name in (followed, key) if values.get(name) is not None
+    ]
+    assert lengths, f"verl's config has neither {key} nor {followed}"
+    return lengths[-1]
 
 
 def _check_context(lengths: _Lengths, context_length: int | None) -> None:
@@ -209,6 +215,7 @@ def _check_batched_tokens(values: Mapping[str, Any], lengths: _Lengths, context_
     batched = values.get(MAX_NUM_BATCHED_TOKENS)
     if batched is None or values.get(NAME) != "vllm":
         return
+    batched = whole_number(MAX_NUM_BATCHED_TOKENS, batched, instead=8192)
     sequences = values.get(MAX_NUM_SEQS)
     if sequences is not None and batched < sequences:
         raise ConfigError(

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_ext_sharding.config.measures import ENGINE_BLOCK
-from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.errors import ConfigError, did_you_mean
 from verl_ext_sharding.placement.bundles import Placement
-from verl_ext_sharding.placement.job import JobFacts
+from verl_ext_sharding.placement.job import JobFacts, ServerFacts
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_BACKENDS = ("vllm", "sglang", "trtllm", "hf")
 _BATCH = "data.train_batch_size"
 _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
@@ -28,6 +29,8 @@ def check_asserts(values: Mapping[str, Any], facts: JobFacts, placement: Placeme
     """
     for role in facts.engines:
         _check_shard_groups(role, values, facts, placement)
+    for role, server in facts.servers.items():
+        _check_server(role, server, values)
     if facts.mode == "separate_async":
         _check_separate_async(values, facts)
 
@@ -59,6 +62,36 @@ def _check_shard_groups(role: str, values: Mapping[str, Any], facts: JobFacts, p
         consequence="the run does not start",
         remedy=f"{key}=-1 (one group of all)" + (f", or {key}={fitting}" if size else ""),
     )
+
+
+def _check_server(role: str, server: ServerFacts, values: Mapping[str, Any]) -> None:
+    """As `RolloutConfig.__post_init__` (workers/config/rollout.py), and as the registries of backends know their names."""
+    name, mode = f"{server.block}.name", f"{server.block}.mode"
+    if values.get(mode) == "sync":
+        raise ConfigError(
+            mode,
+            expected="async: verl 0.7 took the other mode out",
+            found="sync",
+            consequence="the run does not start",
+            remedy=f"{mode}=async, or remove {mode}",
+        )
+    close = did_you_mean(server.name.lower(), _BACKENDS, at_least=0.8)  # a recipe may register others
+    if close and server.name not in _BACKENDS:
+        raise ConfigError(
+            name,
+            expected=", ".join(_BACKENDS),
+            found=server.name,
+            consequence="the run does not start",
+            remedy=f"{name}={close}",
+        )
+    if role == "reward" and values.get("reward.reward_model.model_path") is None:
+        raise ConfigError(
+            "reward.reward_model.model_path",
+            expected="the reward model, since reward.reward_model.enable=True",
+            found="null",
+            consequence="the run does not start",
+            remedy="reward.reward_model.model_path=<its folder or name>, or reward.reward_model.enable=False",
+        )
 
 
 def _check_separate_async(values: Mapping[str, Any], facts: JobFacts) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, Union
 
+from verl_ext_sharding.config.arguments import as_argument, as_override
 from verl_ext_sharding.config.checkpointing_policy import read_policy
 from verl_ext_sharding.errors import ConfigError, did_you_mean
 
@@ -248,7 +249,7 @@ def _build(cls: type[T], block: Any, path: str) -> T:
     if not isinstance(block, Mapping):
         raise _bad(path, "a block of keys", block, f"{path}.<key>=<value>")
     hints = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    names = _names(cls)
     values: dict[str, Any] = {}
     for name, value in block.items():
         if name not in names:
@@ -260,7 +261,8 @@ def _build(cls: type[T], block: Any, path: str) -> T:
         if error.subject.startswith("sharding"):
             raise
         key = error.subject.rpartition(".")[2]
-        raise _bad(f"{path}.{key}", error.expected, error.found, f"{path}.{error.remedy}") from None
+        remedy = as_argument(f"{path}.{error.remedy}")
+        raise _bad(f"{path}.{key}", error.expected, error.found, remedy) from None
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
@@ -275,7 +277,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return _build(option, value, path)
         if _matches(option, value):
             return float(value) if option is float else value
-    raise _bad(path, " or ".join(dict.fromkeys(map(_spell, options))), value, f"{path}{_example(options)}")
+    raise _bad(path, " or ".join(dict.fromkeys(map(_spell, options))), value, f"{path}{_instead(options, value)}")
 
 
 def _is_block(option: Any) -> bool:
@@ -326,6 +328,31 @@ def _spell(option: Any) -> str:
     return str(option)
 
 
+_SWITCHES = {"true": ("1", "yes", "on", "enable", "enabled"), "false": ("0", "no", "off", "disable", "disabled")}
+"""Words for true and false that Hydra reads as text or numbers."""
+
+
+def _instead(options: list[Any], value: Any) -> str:
+    """What may stand behind a key instead of a value, as near to it as there is."""
+    if (
+        _is_block(options[0])
+        and "devices" in _names(options[0])
+        and isinstance(value, int | list)
+        and not isinstance(value, bool)
+    ):
+        return f".devices={as_override(value)}"
+    text, words = str(value).lower(), [option for option in options if isinstance(option, str)]
+    switch = next((name for name, spellings in _SWITCHES.items() if text in spellings), None)
+    if bool in options and switch:
+        return f"={switch}"
+    if int in options and isinstance(value, float) and value.is_integer():
+        return f"={int(value)}"
+    close = did_you_mean(text, words, at_least=0.5) or next(
+        (word for word in words if text and word.startswith(text)), None
+    )
+    return f"={close}" if close else _example(options)
+
+
 def _example(options: list[Any]) -> str:
     """What may stand behind a key: a value with its `=`, or the first key of a block with one."""
     if _is_block(options[0]):
@@ -348,18 +375,55 @@ def _differences(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any
             yield f"{path}.{f.name}", here
 
 
+_ALIASES = {
+    "policy": "actor",
+    "reference": "ref",
+    "value": "critic",
+    "reward_model": "reward",
+    "gpus": "devices",
+    "gpu": "devices",
+}
+"""What others call a role or a key, and its name here."""
+
+
 def unknown_key(path: str, name: str, known: list[str]) -> ConfigError:
     """The error for a key that doesn't exist, with the key that was probably meant."""
-    close = did_you_mean(name, known)
     prefix = f"{path}." if path else ""
+    alias = _ALIASES.get(name.lower())
+    meant = alias if alias in known else _in_block(path, name) or did_you_mean(name, known)
     return ConfigError(
         f"{prefix}{name}: no such key",
         expected=f"one of {', '.join(known)}",
         found=name,
         consequence="the run does not start",
-        remedy=f"did you mean {prefix}{close}?" if close else f"remove {prefix}{name}",
+        remedy=f"did you mean {prefix}{meant}?" if meant else f"remove {prefix}{name}",
     )
 
 
+def _in_block(path: str, name: str) -> str | None:
+    """A key that was written without its block: `critic` for `roles.critic`, `params` for `offload.params`."""
+    here: Any = ShardingConfig if path.partition(".")[0] == "sharding" else None
+    for part in path.split(".")[1:]:
+        here = _blocks(here).get(part) if here else None
+    blocks = {"": here} if here else {}
+    while blocks:  # the nearest first
+        blocks = {f"{above}{own}.": block for above, cls in blocks.items() for own, block in _blocks(cls).items()}
+        found = next((f"{above}{name}" for above, cls in blocks.items() if name in _names(cls)), None)
+        if found is not None:
+            return found
+    return None
+
+
+def _blocks(cls: Any) -> dict[str, Any]:
+    """The keys of a block that are blocks themselves."""
+    options = {name: _options(hint) for name, hint in typing.get_type_hints(cls).items()}
+    return {name: block for name, choices in options.items() for block in choices if _is_block(block)}
+
+
+def _names(cls: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
 def _bad(path: str, expected: str, found: Any, remedy: str) -> ConfigError:
-    return ConfigError(path, expected=expected, found=str(found), consequence="the run does not start", remedy=remedy)
+    found = "null" if found is None else str(found)
+    return ConfigError(path, expected=expected, found=found, consequence="the run does not start", remedy=remedy)

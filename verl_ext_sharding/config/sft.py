@@ -6,6 +6,7 @@ they have there. Its processes are started by torchrun or accelerate, which also
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.changes import KeyChange
 from verl_ext_sharding.config.measures import handled_keys
-from verl_ext_sharding.config.schema import ShardingConfig
+from verl_ext_sharding.config.schema import ActorConfig, ShardingConfig
 from verl_ext_sharding.config.translate import refuse_unsupported, role_changes
+from verl_ext_sharding.config.values import whole_number
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts
 
@@ -39,6 +41,10 @@ _FSDP = ("fsdp", "fsdp2")
 """Engines that the settings of a role act on."""
 
 _ULYSSES = "engine.ulysses_sequence_parallel_size"
+
+_BATCH, _LENGTH = "data.train_batch_size", "data.max_length"
+
+_SAMPLES, _TOKENS = "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu"
 
 _ATTENTION = "model.override_config.attn_implementation"
 
@@ -82,9 +88,9 @@ def translate(request: ShardingConfig, current: Mapping[str, Any], num_ranks: in
         raise _not_fsdp(engine)
     job = JobFacts(num_nodes=1, devices_per_node=num_ranks, engines={ROLE: EngineFacts(strategy=engine)})
     changes = [_renamed(change) for change in role_changes(ROLE, actor, job) if not change.key.startswith(_OF_ROLLOUT)]
-    _check_micro_batch(actor.micro_batch_size, current, num_ranks)
-    _check_max_tokens(actor.max_tokens, current)
     refuse_unsupported(request, handled={change.why for change in changes} | set(handled_keys(request)))
+    if engine in _FSDP:
+        _check_batches(actor, {**current, **{change.key: change.new for change in changes}}, num_ranks)
     return changes
 
 
@@ -172,38 +178,76 @@ def _refuse_other_roles(request: ShardingConfig) -> None:
         )
 
 
-def _check_micro_batch(samples: int | None, current: Mapping[str, Any], num_ranks: int) -> None:
-    """verl takes `train_batch_size // data-parallel size` samples per rank, and asserts on the micro-batch in step 1."""
-    if samples is None:
-        return
-    parallel = max(1, num_ranks // int(current.get(_ULYSSES) or 1))
-    per_rank = int(current["data.train_batch_size"]) // parallel
-    if per_rank % samples == 0:
-        return
-    fitting = max(size for size in range(1, max(1, min(samples, per_rank)) + 1) if per_rank % size == 0)
-    raise ConfigError(
-        f"{_PREFIX}.micro_batch_size",
-        expected=f"a divisor of {per_rank}: data.train_batch_size={current['data.train_batch_size']} over {parallel} "
-        "data-parallel ranks",
-        found=str(samples),
+def _check_batches(actor: ActorConfig, values: Mapping[str, Any], num_ranks: int) -> None:
+    """Refuses batches that verl asserts on once its processes train, whichever key they were asked for by.
+
+    Args:
+        actor: The user's request.
+        values: verl's resolved values by dotted key, the request's changes included.
+        num_ranks: Processes of the job.
+    """
+    sequence_parallel = whole_number(_ULYSSES, values.get(_ULYSSES, 1), instead=1)
+    if num_ranks % sequence_parallel:
+        raise _uneven(sequence_parallel, num_ranks)
+    parallel = num_ranks // sequence_parallel
+    batch = whole_number(_BATCH, values.get(_BATCH), instead=256)
+    if batch < parallel:
+        raise _too_small(batch, parallel)
+    if values.get("data.use_dynamic_bsz"):
+        key = _TOKENS if actor.max_tokens is None else f"{_PREFIX}.max_tokens"
+        _check_max_tokens(key, whole_number(_TOKENS, values.get(_TOKENS), instead=8192), sequence_parallel, values)
+    else:
+        key = _SAMPLES if actor.micro_batch_size is None else f"{_PREFIX}.micro_batch_size"
+        _check_micro_batch(key, whole_number(_SAMPLES, values.get(_SAMPLES), instead=1), batch, parallel)
+
+
+def _uneven(sequence_parallel: int, num_ranks: int) -> ConfigError:
+    return ConfigError(
+        _ULYSSES,
+        expected=f"a divisor of the {num_ranks} processes of the job",
+        found=str(sequence_parallel),
         consequence="the run does not start",
-        remedy=f"{_PREFIX}.micro_batch_size={fitting}",
+        remedy=f"{_ULYSSES}={math.gcd(sequence_parallel, num_ranks)}",
     )
 
 
-def _check_max_tokens(tokens: int | None, current: Mapping[str, Any]) -> None:
+def _too_small(batch: int, parallel: int) -> ConfigError:
+    return ConfigError(
+        _BATCH,
+        expected=f"{parallel} or more, a sample for each data-parallel rank",
+        found=str(batch),
+        consequence="the run does not start",
+        remedy=f"{_BATCH}={parallel}",
+    )
+
+
+def _check_micro_batch(key: str, samples: int, batch: int, parallel: int) -> None:
+    """verl takes `train_batch_size // data-parallel size` samples per rank, and asserts on the micro-batch in step 1."""
+    per_rank = batch // parallel
+    if per_rank % samples == 0:
+        return
+    fitting = max(size for size in range(1, min(samples, per_rank) + 1) if per_rank % size == 0)
+    raise ConfigError(
+        key,
+        expected=f"a divisor of {per_rank}: {_BATCH}={batch} over {parallel} data-parallel ranks",
+        found=str(samples),
+        consequence="the run does not start",
+        remedy=f"{key}={fitting}",
+    )
+
+
+def _check_max_tokens(key: str, tokens: int, parallel: int, values: Mapping[str, Any]) -> None:
     """With token budgets verl asserts in the first step that draws a sequence above tokens x sequence-parallel size."""
-    longest = int(current.get("data.max_length") or 0)
-    parallel = int(current.get(_ULYSSES) or 1)
-    if tokens is None or tokens * parallel >= longest:
+    longest = whole_number(_LENGTH, values.get(_LENGTH), instead=1024)
+    if tokens * parallel >= longest:
         return
     enough = -(-longest // parallel)
     raise ConfigError(
-        f"{_PREFIX}.max_tokens",
-        expected=f"at least {enough}, so that a micro-batch holds the longest sequence (data.max_length={longest})",
+        key,
+        expected=f"at least {enough}, so that a micro-batch holds the longest sequence ({_LENGTH}={longest})",
         found=str(tokens) + (f" x {_ULYSSES}={parallel}" if parallel > 1 else ""),
         consequence="the run does not start",
-        remedy=f"{_PREFIX}.max_tokens={enough}, or data.max_length={tokens * parallel}",
+        remedy=f"{key}={enough}, or {_LENGTH}={tokens * parallel}",
     )
 
 

@@ -14,7 +14,7 @@ from verl_ext_sharding.errors import ConfigError
 
 
 def whole_number(key: str, value: Any, *, instead: int, at_least: int = 1, override: str | None = None) -> int:
-    """A value that counts something.
+    """A value that counts something, which verl uses as it stands.
 
     Args:
         key: Its key, for the message.
@@ -28,15 +28,24 @@ def whole_number(key: str, value: Any, *, instead: int, at_least: int = 1, overr
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
         return value
-    if isinstance(value, float) and value.is_integer() and value >= at_least:
-        return int(value)
+    spelt = None if isinstance(value, int) else _spelt_number(value)
+    found = f"the text '{value}'" if spelt is not None and isinstance(value, str) else str(value)
     raise ConfigError(
         key,
         expected="a whole number" + (f", {at_least} or more" if at_least >= 0 else ""),
-        found="null" if value is None else str(value),
+        found="null" if value is None else found,
         consequence="the run does not start",
-        remedy=f"{override or key}={instead}",
+        remedy=f"{override or key}={instead if spelt is None or spelt < at_least else spelt}",
     )
+
+
+def _spelt_number(value: Any) -> int | None:
+    """The whole number that a text or a float stands for, such as `'8'` or `1e3`."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return int(number) if number.is_integer() else None
 
 
 @contextmanager

@@ -184,22 +184,38 @@ def _node_index(name: str, topology: Topology, key: str) -> int:
         return topology.node_names.index(name)
     raise _error(
         key,
-        f"one of {', '.join([*known, *named])}",
+        f"one of {', '.join([*known, *named])}, in the order of their addresses",
         name,
-        f"trainer.nnodes={topology.num_nodes} has {known[0]} to {known[-1]}, in the order of their addresses",
+        _right_node(name, known),
     )
+
+
+def _right_node(name: str, known: Sequence[str]) -> str:
+    """What to write instead of a node that the job has not."""
+    written = re.fullmatch(r"\D*(\d+)", name)
+    node = f"node{written[1]}" if written else ""
+    if node in known:
+        return f"{node} in place of {name}"
+    here = f"trainer.nnodes={len(known)} has {known[0]} to {known[-1]}"
+    return f"trainer.nnodes={int(node[4:]) + 1}, since {here}" if node and name == node else here
 
 
 def _check_known(numbers: Sequence[int], topology: Topology, key: str, spec: Any) -> None:
     unknown = sorted({n for n in numbers if not 0 <= n < topology.num_devices})
     if not unknown:
         return
+    known = sorted(set(numbers) - set(unknown))
+    ways = [f"{key}={format_devices(known) if known else 'all'}"]
+    if unknown[0] >= 0:
+        # of a long range only the first unknown device is read
+        last = max(unknown[-1], *map(int, re.findall(r"\d+", str(spec))))
+        ways.append(f"trainer.n_gpus_per_node={last // topology.num_nodes + 1} where the nodes have as many")
     raise _error(
         key,
         f"devices 0 to {topology.num_devices - 1} (trainer.nnodes={topology.num_nodes} x "
         f"trainer.n_gpus_per_node={topology.devices_per_node})",
         f"device {_join(unknown)} in {spec}",
-        f"name devices that exist, or raise trainer.n_gpus_per_node (now {topology.devices_per_node})",
+        ", or ".join(ways),
     )
 
 
@@ -208,11 +224,13 @@ def _join(numbers: Sequence[int]) -> str:
 
 
 def _unreadable(spec: Any, key: str) -> PlacementError:
+    text = str(spec).strip("\"' ").lower()
+    numbers = sorted({int(float(number)) for number in re.findall(r"\d+(?:\.\d+)?", text)})
     return _error(
         key,
         f'a list [2,3], a range "2-3", "cuda:2", {", ".join(WORDS)} or a map {{node0: [0]}}',
         str(spec),
-        f"{key}=[0]",
+        f"{key}={text if text in WORDS else format_devices(numbers or [0])}",
     )
 
 
