@@ -333,17 +333,12 @@ class Bench:
 
     def _updates(self, measures: RoleMeasures) -> tuple[str, str]:
         """Median ms of an update, optimizer included, and each card's peak from loading on."""
-        seconds = []
         for card in range(2):
             torch.cuda.reset_peak_memory_stats(card)
         try:
             worker = self.worker("actor", measures)
-            for seed in range(2 + self.args.steps):
-                start = time.perf_counter()
-                worker.train_batch(self.data(self.lengths, seed=seed))
-                self.synchronize()
-                seconds.append(time.perf_counter() - start)
-            took = f"{statistics.median(seconds[2:]) * 1e3:.0f}"
+            self._update_ms(worker, 2)
+            took = f"{self._update_ms(worker, self.args.steps):.0f}"
         except torch.OutOfMemoryError:
             took = "out of memory"
         return took, " / ".join(f"{torch.cuda.max_memory_allocated(card) / GIB:.2f}" for card in range(2))
@@ -372,20 +367,26 @@ class Bench:
 
     def _trained(self, worker: Any) -> tuple[str, str, str]:
         """Updates: median ms, GiB at rest after one and peak GiB, both of each card."""
+        self._update_ms(worker, 2)
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        took = self._update_ms(worker, self.args.steps)
+        cards: list[tuple[float, float]] = [(0.0, 0.0)] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(cards, (self.allocated(), self.allocated(peak=True)))
+        rest, peak = (" / ".join(f"{one:.2f}" for one in found) for found in zip(*cards, strict=True))
+        return f"{took:.0f}", rest, peak
+
+    def _update_ms(self, worker: Any, steps: int) -> float:
+        """Median of some updates, optimizer included."""
         seconds = []
-        for seed in range(2 + self.args.steps):
+        for seed in range(steps):
             data = self.data(self.lengths, seed=seed)
             self.synchronize()
-            if self.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
             worker.train_batch(data)
             self.synchronize()
             seconds.append(time.perf_counter() - start)
-        cards: list[tuple[float, float]] = [(0.0, 0.0)] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(cards, (self.allocated(), self.allocated(peak=True)))
-        rest, peak = (" / ".join(f"{one:.2f}" for one in found) for found in zip(*cards, strict=True))
-        return f"{statistics.median(seconds[2:]) * 1e3:.0f}", rest, peak
+        return statistics.median(seconds) * 1e3
 
     def idle(self) -> None:
         workers = {

@@ -77,6 +77,15 @@ class RewardServerError(ShardingError, RuntimeError):
     """The reward model's server doesn't answer, or answers with no usable score."""
 
 
+def first_error_of(process: str) -> str:
+    """The beginning of a remedy: where it stands why a process of the run has ended.
+
+    Args:
+        process: Its name, such as "vllm server".
+    """
+    return f"look for the first error of the {process} in the run's output or in Ray's logs (session_latest/logs)"
+
+
 def did_you_mean(name: str, known: Iterable[str], *, at_least: float = 0.6) -> str | None:
     """Returns the known name closest to a misspelt one, or None when none is near.
 

@@ -158,6 +158,14 @@ def test_no_entry_stands_in_the_shadow_of_an_earlier_one():
         ),
         ("trainer.profile_steps", "[1,2]", "write global_profiler.steps=[1,2]"),
         ("ray_init.num_cpus", "16", "write ray_kwargs.ray_init.num_cpus=16"),
+        # keys that only verl's examples had
+        ("reward_model.model_path", "/m", "write reward.reward_model.model_path=/m"),
+        ("reward_model.inference.name", "vllm", "write reward.reward_model.rollout.name=vllm"),
+        (
+            "actor_rollout_ref.actor.use_token_level_loss",
+            "True",
+            "write actor_rollout_ref.actor.loss_agg_mode=token-mean",
+        ),
     ],
 )
 def test_the_answer_is_what_to_type(written, value, remedy):
@@ -397,19 +405,3 @@ def test_every_key_that_sft_lost_is_answered_with_one_that_it_has_or_a_reason(ke
 def test_keys_of_ppo_and_of_sft_are_not_mistaken_for_each_other():
     assert answer("model.partial_pretrain", "/m", tree("dp")) is None
     assert answer("critic.fsdp_config.fsdp_size", "2", sft_tree()) is None
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "remedy"),
-    [
-        ("reward_model.model_path", "/m", "write reward.reward_model.model_path=/m"),
-        ("reward_model.inference.name", "vllm", "write reward.reward_model.rollout.name=vllm"),
-        (
-            "actor_rollout_ref.actor.use_token_level_loss",
-            "True",
-            "write actor_rollout_ref.actor.loss_agg_mode=token-mean",
-        ),
-    ],
-)
-def test_keys_that_only_verls_examples_had_are_answered_too(key, value, remedy):
-    assert answer(key, value, tree("dp")).remedy == remedy

@@ -31,9 +31,9 @@ class Actor:
         self.__ray_call__ = SimpleNamespace(remote=lambda question: (self, question))
 
 
-def wait(questions, timeout):
-    ((actor, _),) = questions
-    return ([], questions) if actor.busy else (questions, [])
+def wait(questions, num_returns, timeout):
+    answered = [question for question in questions if not question[0].busy]
+    return answered[:num_returns], [question for question in questions if question[0].busy]
 
 
 def get(asked):

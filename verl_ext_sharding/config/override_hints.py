@@ -230,10 +230,8 @@ def check_choice(repo: Any, overrides: Iterable[Any]) -> None:
         overrides: The parsed overrides.
 
     Raises:
-        ConfigCompositionException: Names the override and what may be chosen.
+        ConfigError: Names the override and what may be chosen.
     """
-    from hydra.errors import ConfigCompositionException
-
     for override in overrides:
         value = override.value()
         if override.key_or_group != PLUGIN_NAME or override.is_sweep_override() or override.is_delete():
@@ -244,11 +242,10 @@ def check_choice(repo: Any, overrides: Iterable[Any]) -> None:
         if value in choices and not (override.is_add() or override.is_force_add()):
             continue
         close = did_you_mean(str(value[0] if isinstance(value, list) and value else value), choices)
-        error = ConfigError(
+        raise ConfigError(
             PLUGIN_NAME,
             expected=f"sharding={' or sharding='.join(choices)}, without a +",
             found=override.input_line,
             consequence="the run does not start",
             remedy=f"sharding={close}" if close else f"remove {override.input_line}",
         )
-        raise ConfigCompositionException(str(error)) from error

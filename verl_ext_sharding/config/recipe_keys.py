@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def check_switches(config: DictConfig) -> None:
     Raises:
         ConfigError: Names the first such key.
     """
-    switches = frozenset().union(*(switches for _, _, switches in _verl_trees()))
+    switches = frozenset().union(*(tree.switches for tree in _verl_trees()))
     for key, value in _leaves(config):
         means = _WORDS.get(value.lower()) if isinstance(value, str) else None
         if means is None or key.rpartition(".")[2] not in switches or key.startswith("sharding."):
@@ -111,24 +111,37 @@ def _keys_of_engines(config: DictConfig) -> frozenset[str]:
     """Every key that verl has for this run's engines, blocks included; empty when verl's trees are not to be found."""
     trees = _verl_trees()
     chosen = [OmegaConf.select(config, key, default=None, throw_on_missing=False) for key in _ENGINE_CHOICES]
-    of_run = [keys for targets, keys, _ in trees if set(targets) & set(chosen)]
-    return frozenset().union(*(of_run or [keys for _, keys, _ in trees]))
+    of_run = [tree.keys for tree in trees if set(tree.targets) & set(chosen)]
+    return frozenset().union(*(of_run or [tree.keys for tree in trees]))
+
+
+@dataclass(kw_only=True, frozen=True)
+class _Tree:
+    """What the installed verl has for one engine.
+
+    Args:
+        targets: Its config classes.
+        keys: Every key, blocks included.
+        switches: Last names of the keys that are true or false.
+    """
+
+    targets: tuple[str, ...]
+    keys: frozenset[str]
+    switches: frozenset[str]
 
 
 @functools.cache
-def _verl_trees() -> list[tuple[tuple[str, ...], frozenset[str], frozenset[str]]]:
-    """Of each engine, its config classes, every key that the installed verl has for it, and the names of those that are true or
-    false."""
+def _verl_trees() -> list[_Tree]:
     package = util.find_spec("verl")
     if package is None or not package.submodule_search_locations:
         return []
     folder = Path(next(iter(package.submodule_search_locations))) / "trainer" / "config"
     trees = [OmegaConf.load(file) for file in sorted(folder.glob(_GENERATED))]
     return [
-        (
-            tuple(str(OmegaConf.select(tree, key)) for key in _ENGINE_CHOICES),
-            frozenset(known_keys(tree)),
-            frozenset(key.rpartition(".")[2] for key, value in _leaves(tree) if isinstance(value, bool)),
+        _Tree(
+            targets=tuple(str(OmegaConf.select(tree, key)) for key in _ENGINE_CHOICES),
+            keys=frozenset(known_keys(tree)),
+            switches=frozenset(key.rpartition(".")[2] for key, value in _leaves(tree) if isinstance(value, bool)),
         )
         for tree in trees
         if isinstance(tree, DictConfig)

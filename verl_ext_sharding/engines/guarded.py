@@ -16,7 +16,7 @@ from verl_ext_sharding.config.measures import MODEL_BLOCK
 from verl_ext_sharding.errors import ShardingError, TokenIdError
 from verl_ext_sharding.training import alignment
 from verl_ext_sharding.training.device_asserts import chain, explain_device_assert
-from verl_ext_sharding.training.guards import KINDS, Checked, TokenGuard
+from verl_ext_sharding.training.guards import KINDS, Checked, TokenGuard, num_ids
 from verl_ext_sharding.training.layers import input_embedding
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class GuardedEngineMixin:
                 role=self.role,
                 policy=self.guards.token_ids,
                 rows=rows,
-                tokenizer_size=_num_ids(tokenizer),
+                tokenizer_size=num_ids(tokenizer) if tokenizer is not None else None,
                 # packed sequences have no padding, so that a pad token without a row does no harm
                 pad_token_id=0 if self.model_config.use_remove_padding and pad is not None and pad >= rows else pad,
             )
@@ -129,17 +129,6 @@ class GuardedEngineMixin:
                 if name in data.keys():  # noqa: SIM118  (a TensorDict takes no `in`)
                     data[name] = without(data[name], checked.replaced)
         return checked
-
-
-def _num_ids(tokenizer: Any) -> int | None:
-    """Ids up to a tokenizer's last, which are more than its tokens where ids leave gaps."""
-    if tokenizer is None:
-        return None
-    try:
-        highest = max(tokenizer.get_vocab().values(), default=-1)
-    except (AttributeError, NotImplementedError):  # tokenizers that a checkpoint brings
-        highest = -1
-    return max(len(tokenizer), highest + 1)
 
 
 def without(mask: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ bare ValueError. Hydra has no hook for any of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from verl_ext_sharding.patching import original
@@ -19,28 +21,39 @@ def apply_overrides_to_config(overrides: Any, cfg: Any) -> None:
 
     from verl_ext_sharding import launchers
     from verl_ext_sharding.config import override_hints
-    from verl_ext_sharding.errors import ConfigError
 
-    try:
-        original(OVERRIDES)(overrides, cfg)
-    except ConfigCompositionException as error:
-        hint = override_hints.explain(error, overrides, cfg)
-        if hint is None:
-            raise
-        raise ConfigCompositionException(str(hint)) from hint
-    try:
+    with _as_hydras():
+        try:
+            original(OVERRIDES)(overrides, cfg)
+        except ConfigCompositionException as error:
+            hint = override_hints.explain(error, overrides, cfg)
+            if hint is None:
+                raise
+            raise hint from error
         if override_hints.check(cfg):
             launchers.refuse_unreached()
-    except ConfigError as error:
-        raise ConfigCompositionException(str(error)) from error
 
 
 def sort_overrides(self: Any, repo: Any, overrides_list: Any) -> None:
     """As Hydra's, with an error that says what may be chosen of our group."""
     from verl_ext_sharding.config import override_hints
 
-    override_hints.check_choice(repo, overrides_list)
+    with _as_hydras():
+        override_hints.check_choice(repo, overrides_list)
     original(CHOICES)(self, repo, overrides_list)
+
+
+@contextmanager
+def _as_hydras() -> Iterator[None]:
+    """Our errors as the one that Hydra itself answers an override with, and prints without a traceback."""
+    from hydra.errors import ConfigCompositionException
+
+    from verl_ext_sharding.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigCompositionException(str(error)) from error
 
 
 OVERRIDES = PatchSpec(

@@ -207,16 +207,15 @@ def _placed(places: Mapping[str, Place], layout: ModelLayout, role: str) -> tupl
     """Place of every tensor, and the modules that `_join_tied` moved."""
     claimed, clashes, wrong = claims(places, layout)
     if wrong:
-        first, more = wrong[0], f", and {len(wrong) - 1} more such keys" if len(wrong) > 1 else ""
-        remedy = _mended(places, {one.key: one.instead for one in wrong}, layout, role)
-        refuse(role, first.expected, f"{first.key}: {places[first.key]}{more}", remedy)
+        first, more = next(iter(wrong)), f", and {len(wrong) - 1} more such keys" if len(wrong) > 1 else ""
+        remedy = _mended(places, {key: error.instead for key, error in wrong.items()}, layout, role)
+        refuse(role, wrong[first].expected, f"{first}: {places[first]}{more}", remedy)
     placed = {name: _longest(name, claimed) for name in layout.tensors}
     if clashes:
         more = f", and {len(clashes) - 1} more" if len(clashes) > 1 else ""
         refuse(role, "one place for each module", clashes[0] + more, override(role, _completed(placed, layout)))
-    inside = _by_block(layout)
-    spread = [block for block, names in inside.items() if len({placed[name] for name in names} - {None}) > 1]
-    if spread:
+    inside, owned = _by_block(layout), _by_owner(layout)
+    if spread := _parted(inside, placed):
         where = " and ".join(dict.fromkeys(str(placed[name]) for name in inside[spread[0]]))
         refuse(
             role,
@@ -224,9 +223,8 @@ def _placed(places: Mapping[str, Place], layout: ModelLayout, role: str) -> tupl
             f"{spread[0]} on {where}" + (f", and {len(spread) - 1} more such layers" if len(spread) > 1 else ""),
             override(role, _completed(placed, layout)),
         )
-    apart = [owner for owner, names in _by_owner(layout).items() if len({placed[name] for name in names} - {None}) > 1]
-    if apart:
-        where = " and ".join(dict.fromkeys(f"{name} on {placed[name]}" for name in _by_owner(layout)[apart[0]]))
+    if apart := _parted(owned, placed):
+        where = " and ".join(f"{name} on {placed[name]}" for name in owned[apart[0]])
         refuse(
             role,
             "one place for the tensors that belong to one module",
@@ -249,12 +247,14 @@ def _placed(places: Mapping[str, Place], layout: ModelLayout, role: str) -> tupl
     return {name: place for name, place in placed.items() if place is not None}, moved
 
 
+def _parted(groups: Mapping[str, Sequence[str]], placed: Mapping[str, Place | None]) -> list[str]:
+    """Of groups of tensors, those that have more than one place."""
+    return [group for group, names in groups.items() if len({placed[name] for name in names} - {None}) > 1]
+
+
 def _mended(places: Mapping[str, Place], instead: Mapping[str, Sequence[str]], layout: ModelLayout, role: str) -> str:
     """The map to type: the user's with other keys in the place of wrong ones, or the nearest that is right if that is not."""
-    mended: dict[str, Place] = {}
-    for key, place in places.items():
-        for name in instead.get(key, (key,)):
-            mended[name] = place
+    mended = {name: place for key, place in places.items() for name in instead.get(key, (key,))}
     if not mended:
         return f"{key_of(role)}=auto"
     try:

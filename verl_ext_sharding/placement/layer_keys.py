@@ -189,23 +189,13 @@ def _place(value: Any) -> Place | None:
     return int(match[1]) if match else None
 
 
-@dataclass(kw_only=True, frozen=True)
-class WrongKey:
-    """A key that names no module, or several.
+class UnclearKeyError(Exception):
+    """A key names no module, or several.
 
     Args:
-        key: The key.
         expected: What would have been right.
         instead: What was probably meant: one key, or none.
     """
-
-    key: str
-    expected: str
-    instead: tuple[str, ...] = ()
-
-
-class _UnclearKeyError(Exception):
-    """Carries the `WrongKey` out of the search for what a key names."""
 
     def __init__(self, expected: str, *instead: str) -> None:
         super().__init__(expected)
@@ -233,7 +223,9 @@ def _turned(written: Sequence[tuple[str, Any]]) -> dict[str, Place]:
     return turned
 
 
-def claims(places: Mapping[str, Place], layout: ModelLayout) -> tuple[dict[str, Place], list[str], list[WrongKey]]:
+def claims(
+    places: Mapping[str, Place], layout: ModelLayout
+) -> tuple[dict[str, Place], list[str], dict[str, UnclearKeyError]]:
     """Reads the keys of a map.
 
     Args:
@@ -242,17 +234,17 @@ def claims(places: Mapping[str, Place], layout: ModelLayout) -> tuple[dict[str, 
 
     Returns:
         Place of each module path that the keys name, what two keys say differently of one path (the later one counts), and
-        the keys that can't be read.
+        the keys that can't be read, with what is wrong with them.
     """
     claimed: dict[str, Place] = {}
     claimed_by: dict[str, str] = {}
     clashes: list[str] = []
-    wrong: list[WrongKey] = []
+    wrong: dict[str, UnclearKeyError] = {}
     for key, place in places.items():
         try:
             paths = _paths(key, layout)
-        except _UnclearKeyError as error:
-            wrong.append(WrongKey(key=key, expected=error.expected, instead=error.instead))
+        except UnclearKeyError as error:
+            wrong[key] = error
             continue
         for path in paths:
             if claimed.get(path, place) != place:
@@ -271,11 +263,11 @@ def _paths(key: str, layout: ModelLayout) -> list[str]:
     parent, first, last = _path(match[1], key, layout), int(match[2]), int(match[3] or match[2])
     layers = [path for path in layout.modules if re.fullmatch(rf"{re.escape(parent)}\.\d+", path)]
     if not layers:
-        raise _UnclearKeyError(f"numbered layers below {parent}")
+        raise UnclearKeyError(f"numbered layers below {parent}")
     if first > last or last >= len(layers):
         low, high = sorted((first, last))
         instead = [f"{parent}.{low}-{min(high, len(layers) - 1)}"] if low < len(layers) else []
-        raise _UnclearKeyError(f"layers 0 to {len(layers) - 1} of {parent}, from the lower to the higher", *instead)
+        raise UnclearKeyError(f"layers 0 to {len(layers) - 1} of {parent}, from the lower to the higher", *instead)
     return [f"{parent}.{number}" for number in range(first, last + 1)]
 
 
@@ -303,11 +295,11 @@ def _path(text: str, key: str, layout: ModelLayout) -> str:
             return found[0]
         if found:
             some = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-            raise _UnclearKeyError(f"one module; {text!r} may be {some}", key.replace(text, found[0]))
+            raise UnclearKeyError(f"one module; {text!r} may be {some}", key.replace(text, found[0]))
     near = sorted(outside, key=lambda path: -_likeness(text, path))[:3]
     meant = [path for path in near[:1] if _likeness(text, path) >= _LIKE_ENOUGH]
     expected = f"a module of {layout.model_class}; the nearest are {', '.join(near)}"
-    raise _UnclearKeyError(expected, *(key.replace(text, path) for path in meant))
+    raise UnclearKeyError(expected, *(key.replace(text, path) for path in meant))
 
 
 def _bare(path: str) -> str:

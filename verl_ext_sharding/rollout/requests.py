@@ -209,7 +209,9 @@ def check_prompt(prompt_ids: Any, defaults: SamplingDefaults) -> tuple[int, ...]
     Raises:
         ConfigError: For an empty prompt, an id outside the embedding, or a prompt that leaves no room.
     """
-    prompt = tuple(int(token) for token in _flat(prompt_ids))
+    from verl.utils.tokenizer import normalize_token_ids  # the rest of this module needs no verl
+
+    prompt = tuple(normalize_token_ids(prompt_ids))
     wrong = next((token for token in prompt if not 0 <= token < defaults.vocab_size), None)
     if not prompt or wrong is not None:
         raise ConfigError(
@@ -246,14 +248,6 @@ def stable_seed(*parts: object) -> int:
 def prompt_digest(prompt_ids: Sequence[int]) -> str:
     """Hex digest of token ids: tells one prompt, or one turn of a conversation, from another."""
     return hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()
-
-
-def _flat(prompt_ids: Any) -> Sequence[Any]:
-    ids = prompt_ids["input_ids"] if isinstance(prompt_ids, Mapping) else prompt_ids
-    ids = ids.tolist() if hasattr(ids, "tolist") else ids
-    nested = len(ids) == 1 and isinstance(ids[0], (list, tuple))
-    flat: Sequence[Any] = ids[0] if nested else ids
-    return flat
 
 
 def _asks_nothing(key: str, value: Any) -> bool:

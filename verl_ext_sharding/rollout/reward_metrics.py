@@ -19,7 +19,7 @@ import transfer_queue
 from ray.exceptions import ActorDiedError
 from tensordict import NonTensorStack, TensorDict
 
-from verl_ext_sharding.errors import RewardServerError
+from verl_ext_sharding.errors import RewardServerError, first_error_of
 from verl_ext_sharding.rollout.reward_worker import NUM_TOKENS, TRUNCATED
 
 _HOOKED = ("_compute_reward_colocate", "_compute_metrics")
@@ -72,9 +72,8 @@ def server_died(config: Any, error: Exception) -> RewardServerError:
         expected="a process that scores samples",
         found=f"it has ended: {str(error).splitlines()[0]}",
         consequence="the run stops, since there are no rewards without it",
-        remedy=f"look for the first error of the {reward_model.rollout.name} reward server in the run's output or in Ray's logs "
-        "(session_latest/logs); killed for host memory: sharding.roles.reward.devices on another node, or a smaller "
-        "reward.reward_model.rollout.max_num_batched_tokens",
+        remedy=f"{first_error_of(f'{reward_model.rollout.name} reward server')}; killed for host memory: "
+        "sharding.roles.reward.devices on another node, or a smaller reward.reward_model.rollout.max_num_batched_tokens",
     )
 
 

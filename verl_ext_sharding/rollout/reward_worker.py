@@ -21,7 +21,7 @@ from verl.utils.fs import copy_to_local
 from verl_ext_sharding import rollout
 from verl_ext_sharding.config.reward_limits import MODEL_PATH, embedding_rows, reward_limit
 from verl_ext_sharding.config.translate import request_of
-from verl_ext_sharding.errors import ConfigError, RewardServerError, ShardingError
+from verl_ext_sharding.errors import ConfigError, RewardServerError, ShardingError, first_error_of
 from verl_ext_sharding.rollout.reward_inputs import RewardInput, RewardTemplate, check_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -180,9 +180,8 @@ class ShardingRewardLoopWorker(RewardLoopWorker):
             expected=f"a score from {url}",
             found=f"{last!r} after {attempts} {'attempt' if attempts == 1 else 'attempts'}",
             consequence="the run stops, since it has no rewards",
-            remedy=f"look for the first error of the {reward_model.rollout.name} reward server in the run's output or in Ray's "
-            "logs (session_latest/logs); out of memory: a smaller reward.reward_model.rollout.gpu_memory_utilization, or "
-            "sharding.roles.reward.devices on devices of its own",
+            remedy=f"{first_error_of(f'{reward_model.rollout.name} reward server')}; out of memory: a smaller "
+            "reward.reward_model.rollout.gpu_memory_utilization, or sharding.roles.reward.devices on devices of its own",
         )
 
     def _read_score(self, output: Any, field: str, item: Any, prepared: RewardInput) -> float:

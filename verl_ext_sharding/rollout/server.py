@@ -33,6 +33,7 @@ from verl_ext_sharding.rollout.settings import ServerSettings
 from verl_ext_sharding.rollout.stop_strings import StopStrings
 from verl_ext_sharding.rollout.transport import WeightReceiver
 from verl_ext_sharding.rollout.weights import Piece, WeightLoader
+from verl_ext_sharding.training.guards import num_ids
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +87,8 @@ class HFServer:
         self._hosted, eos, self._tokenizer = await asyncio.wrap_future(self._building)
         self._builder.shutdown()
         self._defaults = self._sampling_defaults(eos)
-        num_known = max(self._tokenizer.get_vocab().values()) + 1  # not its length: ids may leave gaps
-        banned = sorted({*placeholder_ids(self._hosted.model.config), *range(num_known, self._defaults.vocab_size)})
+        unknown = range(num_ids(self._tokenizer), self._defaults.vocab_size)
+        banned = sorted({*placeholder_ids(self._hosted.model.config), *unknown})
         self._engine = GenerationEngine(
             self._hosted.model,
             limits=BatchLimits(

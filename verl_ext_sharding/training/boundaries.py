@@ -132,10 +132,9 @@ class Layout:
         aside = aside or self._mixes(members)
         in_stack = isinstance(module, nn.Sequential)
         for index, (child_name, child) in enumerate(members):
-            beside = aside or (
-                self._holds_layers(child) and not self._is_layer(child_name, child) and child is not decoder
-            )
-            in_stack = in_stack or (not own and not beside and self._holds_layers(child))
+            holds = self._holds_layers(child)
+            beside = aside or (holds and not self._is_layer(child_name, child) and child is not decoder)
+            in_stack = in_stack or (holds and not own and not beside)
             following = None if own and not in_stack else self._next_layer_device(members, index)
             output = following if following is not None or in_stack else home
             self._visit(f"{name}.{child_name}".removeprefix("."), child, home, output, aside=beside)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -28,6 +28,15 @@ KINDS = ("negative", "out_of_rows", "unmapped")
 
 _INTEGERS = (torch.int64, torch.int32)
 """What `torch.nn.functional.embedding` takes."""
+
+
+def num_ids(tokenizer: Any) -> int:
+    """Ids up to a tokenizer's last, which are more than its tokens where ids leave gaps."""
+    try:
+        highest = max(tokenizer.get_vocab().values(), default=-1)
+    except (AttributeError, NotImplementedError):  # tokenizers that a checkpoint brings
+        highest = -1
+    return max(len(tokenizer), highest + 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,18 +9,18 @@ seconds: once one has failed, the workers that score are asked for their first e
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError
 
-from verl_ext_sharding.errors import ClusterError, ShardingError
+from verl_ext_sharding.errors import ClusterError, ShardingError, first_error_of
 
 _HOOKED = "_sync_metadata_from_transfer_queue"
 
 ANSWER_WITHIN_S = 5.0
-"""An actor that is too busy to answer is no dead one."""
+"""For all actors together. One that is too busy to answer is no dead one."""
 
 
 def apply(trainer: Any) -> None:
@@ -57,27 +57,25 @@ def _sync_then_look(trainer: Any) -> None:
     getattr(type(buffer), _HOOKED)(buffer)
     if not any(buffer.failure_keys.values()):
         return
-    for worker in trainer.reward_loop_manager.reward_loop_workers:
-        error = _answer(worker, _first_error)
-        if error is not None:
+    servers = [(role, replica, server) for role, replica in replicas(trainer) for server in replica.servers]
+    errors = [worker.__ray_call__.remote(_first_error) for worker in trainer.reward_loop_manager.reward_loop_workers]
+    signs = [server.__ray_call__.remote(_nothing) for _, _, server in servers]
+    asked = [*errors, *signs]
+    answered = set(ray.wait(asked, num_returns=len(asked), timeout=ANSWER_WITHIN_S)[0])
+    for answer in errors:
+        if answer in answered and (error := ray.get(answer)) is not None:
             raise error
-    for role, replica in replicas(trainer):
-        for server in replica.servers:
-            try:
-                _answer(server, _nothing)
-            except ActorDiedError as died:
-                raise server_died(role, replica, trainer.config, died) from died
+    for (role, replica, _), answer in zip(servers, signs, strict=True):
+        try:
+            if answer in answered:
+                ray.get(answer)
+        except ActorDiedError as died:
+            raise server_died(role, replica, trainer.config, died) from died
 
 
 def _first_error(worker: Any) -> ShardingError | None:
     error: ShardingError | None = getattr(worker, "first_error", None)  # verl's own worker keeps none
     return error
-
-
-def _answer(actor: Any, question: Callable[[Any], Any]) -> Any:
-    """What an actor answers, or None while it is too busy."""
-    answered, _ = ray.wait([actor.__ray_call__.remote(question)], timeout=ANSWER_WITHIN_S)
-    return ray.get(answered[0]) if answered else None
 
 
 def _nothing(server: Any) -> None:
@@ -102,6 +100,6 @@ def server_died(role: str, replica: Any, config: Any, error: Exception) -> Shard
         expected="a process that generates",
         found=f"it has ended: {str(error).splitlines()[0]}",
         consequence="the run stops, since what it was to generate fails",
-        remedy=f"look for the first error of the {replica.config.name} server in the run's output or in Ray's logs "
-        "(session_latest/logs); out of memory: a smaller actor_rollout_ref.rollout.gpu_memory_utilization",
+        remedy=f"{first_error_of(f'{replica.config.name} server')}; out of memory: a smaller "
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
     )

@@ -174,14 +174,15 @@ def _row(role: str, rank: int, answer: dict[str, Any], *, alone: bool = False) -
         promise.verify(subject, node_id=answer["node_id"], accelerator_id=answer["accelerator_id"])
     ours = [part for part in answer["worker_classes"] if role in part.split("_") or part == ""]
     part = ours[0] if ours else next(iter(answer["worker_classes"]))
-    several = promise is not None and len(promise.devices) > 1 and not alone
+    devices = (promise.devices or (promise.device,)) if promise is not None else ()
+    devices = devices[:1] if alone else devices
     return {
         "role": role,
         "rank": rank,
         "device": promise.device if promise else None,
-        "devices": list(promise.devices) if promise and several else [promise.device] if promise else [],
+        "devices": list(devices),
         "node": answer["node"],
-        "accelerator": answer["visible_devices"] if several else answer["accelerator_id"],
+        "accelerator": answer["visible_devices"] if len(devices) > 1 else answer["accelerator_id"],
         "visible": answer["visible_devices"],
         "worker": answer["worker_classes"][part],
         "engine": answer["engines"][part],
