@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -15,9 +16,10 @@ from verl_ext_sharding.config.dtypes import Capability, DtypeUse, check_dtypes, 
 from verl_ext_sharding.config.schema import CommunicationConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.errors import ClusterError, ConfigError
+from verl_ext_sharding.model_plans import AttentionUse, check_nodes
 from verl_ext_sharding.patching import ledger
 from verl_ext_sharding.placement.resources import NodeResources
-from verl_ext_sharding.workers.probe import compute_capabilities
+from verl_ext_sharding.workers.probe import Packages, compute_capabilities, packages
 
 ANSWER_TIMEOUT_S = 120.0
 
@@ -46,8 +48,9 @@ def inspect_nodes(
     communication: CommunicationConfig,
     exports: Mapping[str, str],
     dtypes: Sequence[DtypeUse] = (),
+    attention: Sequence[AttentionUse] = (),
 ) -> list[hygiene.Setting]:
-    """Asks one process on each node: does it run the driver's code, how can it communicate, what can its cards compute?
+    """Asks one process on each node: does it run the driver's code, how can it communicate, what can its cards and packages compute?
 
     Args:
         run: The run's spec, which each node must have been given.
@@ -55,6 +58,7 @@ def inspect_nodes(
         communication: The `sharding.communication` block.
         exports: Communication variables that the user exported where the driver runs.
         dtypes: What the roles compute in.
+        attention: What they compute attention with.
 
     Returns:
         One setting for each communication variable, which all nodes with devices for the job can live with. A head
@@ -62,7 +66,7 @@ def inspect_nodes(
 
     Raises:
         ClusterError: A node differs from the driver, or could not answer in time.
-        ConfigError: The user asks for what a node has not, or for a dtype that a role's device can't compute in.
+        ConfigError: The user asks for what a node has not, or for a dtype or an attention that a role's device can't run.
     """
     nodes = _alive()
     smallest = min(run.placement.group_sizes)
@@ -81,28 +85,35 @@ def inspect_nodes(
     except ray.exceptions.RayTaskError as error:
         raise _broken_node(error) from error
     expected = {**ledger.parity(), "spec": run.digest()}
-    for node, (report, _, _) in zip(nodes, found, strict=True):
+    for node, answer in zip(nodes, found, strict=True):
         different = {
-            key: (expected[key], report.get(key, ledger.ABSENT)) for key in expected if report.get(key) != expected[key]
+            key: (value, answer.code.get(key, ledger.ABSENT))
+            for key, value in expected.items()
+            if answer.code.get(key) != value
         }
         if different:
             raise _other_code(node["NodeManagerAddress"], different)
     names = [f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}" for node in nodes]
-    _check_dtypes(run, dtypes, dict(zip(names, (cards for _, _, cards in found), strict=True)))
-    settings = {name: settings for name, (_, settings, _) in zip(names, found, strict=True) if settings}
-    return hygiene.merge(settings)
+    by_name = dict(zip(names, found, strict=True))
+    _check_devices(run, by_name, dtypes, attention)
+    return hygiene.merge({name: answer.settings for name, answer in by_name.items() if answer.settings})
 
 
-def _check_dtypes(run: RunSpec, dtypes: Sequence[DtypeUse], cards: Mapping[str, Sequence[Capability]]) -> None:
+def _check_devices(
+    run: RunSpec, answers: Mapping[str, NodeAnswer], dtypes: Sequence[DtypeUse], attention: Sequence[AttentionUse]
+) -> None:
     placement = run.placement
     topology = placement.topology
-    nodes = sorted(name for name, found in cards.items() if found)
+    nodes = sorted(name for name, answer in answers.items() if answer.cards)
     capabilities = device_capabilities(
-        [cards[name] for name in nodes], num_nodes=topology.num_nodes, devices_per_node=topology.devices_per_node
+        [answers[name].cards for name in nodes],
+        num_nodes=topology.num_nodes,
+        devices_per_node=topology.devices_per_node,
     )
     known = len(nodes) == topology.num_nodes
     names = {device: nodes[topology.node_of(device)] for device in capabilities} if known else {}
     check_dtypes(dtypes, placement.devices_of, capabilities, names)
+    check_nodes(attention, placement, capabilities, {name: answers[name].packages for name in nodes})
 
 
 def _alive() -> list[dict[str, Any]]:
@@ -114,14 +125,31 @@ def _accelerators(resources: Mapping[str, float]) -> int:
     return int(resources.get("GPU", resources.get("NPU", 0)))
 
 
+@dataclass(kw_only=True, frozen=True)
+class NodeAnswer:
+    """What a node says of itself.
+
+    Args:
+        code: Versions of plugin and verl, the patch table, the digest of the run's spec.
+        settings: Communication variables; empty for a node that takes part in no collective.
+        cards: Compute capability of each GPU, in NVML's order.
+        packages: What decides which attention its processes can run.
+    """
+
+    code: Mapping[str, str]
+    settings: Sequence[hygiene.Setting]
+    cards: Sequence[Capability]
+    packages: Packages
+
+
 @ray.remote(num_cpus=0, max_retries=1)  # type: ignore[untyped-decorator, unused-ignore]
-def _answer(
-    communication: CommunicationConfig | None, exports: dict[str, str]
-) -> tuple[dict[str, str], list[hygiene.Setting], list[Capability]]:
+def _answer(communication: CommunicationConfig | None, exports: dict[str, str]) -> NodeAnswer:
     run = spec.current()
     digest = run.digest() if run is not None and not envs.disabled() else "not loaded"
     settings = [] if communication is None else hygiene.decide_here(communication, exports)
-    return {**ledger.parity(), "spec": digest}, settings, compute_capabilities()
+    return NodeAnswer(
+        code={**ledger.parity(), "spec": digest}, settings=settings, cards=compute_capabilities(), packages=packages()
+    )
 
 
 def _other_code(node: str, different: Mapping[str, tuple[str, str]]) -> ClusterError:

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext_sharding import envs, launchers, layer_plans, reward_plans, rollout
+from verl_ext_sharding import envs, launchers, layer_plans, model_plans, reward_plans, rollout
 from verl_ext_sharding.cli import render
 from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.config import cpu
@@ -57,6 +57,7 @@ class Plan:
         changes: verl's keys that were set.
         table: Role, worker class, engine, devices, ranks, node, for people and programs.
         measures: Memory measures of each role that has any.
+        attention: What each role on GPUs computes attention with.
         maps: Where the layers of each role with `layout: device_map` lie.
         reward: How reward servers of `rollout.name=hf` run.
         scores_by_model: verl itself asks a reward model for scores.
@@ -70,6 +71,7 @@ class Plan:
     changes: tuple[KeyChange, ...]
     table: PlacementTable
     measures: Mapping[str, RoleMeasures]
+    attention: tuple[model_plans.AttentionUse, ...]
     maps: Mapping[str, LayerMap]
     reward: RewardServerSettings | None = None
     scores_by_model: bool = False
@@ -148,6 +150,8 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
     _check_told_cpus(config, request, facts, placement)
     _check_hf_rollout(config)
     reward = reward_plans.check(config, request, facts, reward_model)
+    measures = measures_of(request)
+    attention = model_plans.check_models(config, facts, measures)
     spread, maps = layer_plans.plan_spread(config, request, placement, facts)
     table = placement_table(placement, facts)
     notes = offload_notes(request, facts, values, explicit)
@@ -158,7 +162,8 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
         facts=facts,
         placement=placement,
         changes=tuple(applied),
-        measures=layer_plans.with_spread(measures_of(request), spread),
+        measures=layer_plans.with_spread(measures, spread),
+        attention=tuple(attention),
         maps=maps,
         reward=reward,
         scores_by_model=is_discriminative(values),
@@ -304,7 +309,12 @@ class TaskRunnerGate:
         env_vars = {envs.SPEC: spec.to_json(), **envs.forwarded()}
         dtypes = dtype_uses(self._plan.request, values_of(self._config), hf_rollout=_uses_hf(self._config))
         settings = cluster.inspect_nodes(
-            spec, env_vars, self._plan.request.communication, hygiene.exported(os.environ), dtypes
+            spec,
+            env_vars,
+            self._plan.request.communication,
+            hygiene.exported(os.environ),
+            dtypes,
+            self._plan.attention,
         )
         render.show_settings(settings)
         env_vars |= hygiene.as_env(settings)

@@ -18,6 +18,7 @@ from verl_ext_sharding.config.facts import uses_lora
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, ENGINE_ROLES, MODEL_BLOCK, LayerSpread, RoleMeasures
 from verl_ext_sharding.config.schema import ShardingConfig
 from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.model_configs import meta_model_of
 from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.placement.device_map import LayerMap, LayerRow, rows
 from verl_ext_sharding.placement.job import JobFacts
@@ -73,7 +74,7 @@ def plan_spread(
     spread = spread_roles(request, placement)
     if not spread:
         return {}, {}
-    models = {role: _model(config, role, valued=role == "critic" and role in spread) for role in facts.engines}
+    models = {role: meta_model_of(config, role, valued=role == "critic" and role in spread) for role in facts.engines}
     kept = {role: _kept_bytes(config, role, models[role], placement) for role in facts.engines}
     maps = {}
     for role, layers in spread.items():
@@ -126,45 +127,6 @@ def _map(config: DictConfig, role: str, model: Any, layers: LayerSpread) -> Laye
         dtype={4: torch.float32, 2: torch.bfloat16}[item],
         needs=DeviceNeeds(memory_bytes=memory, extra_bytes_per_parameter=trained * item),
     )
-
-
-def _model(config: DictConfig, role: str, *, valued: bool) -> Any:
-    """A role's model on meta, with a value head if asked for, or None where the driver can't read its config."""
-    from transformers import AutoConfig
-
-    from verl_ext_sharding.engines.meta_models import meta_model
-
-    block = OmegaConf.select(config, MODEL_BLOCK[role])
-    path = block.get("hf_config_path", None) or block.path
-    trust = bool(block.get("trust_remote_code", False))
-    try:
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    except Exception as error:  # hub, network and file system each have errors of their own
-        logger.info("model of %s can't be read here: %s", role, str(error).splitlines()[0])
-        return None
-    _override(hf_config, _overridden(block))
-    model_type = "value_model" if valued else "language_model"
-    model = meta_model(hf_config, role=role, model_type=model_type, trust_remote_code=trust)
-    if uses_lora(config, MODEL_BLOCK[role]):
-        model.requires_grad_(False)
-    return model
-
-
-def _overridden(block: DictConfig) -> dict[str, Any]:
-    """As verl's `HFModelConfig` applies `override_config`."""
-    plain = OmegaConf.to_container(block.get("override_config") or OmegaConf.create({}), resolve=True)
-    assert isinstance(plain, dict)
-    inner: dict[str, Any] = plain.get("model_config", plain)
-    return inner
-
-
-def _override(hf_config: Any, values: Mapping[str, Any]) -> None:
-    """As verl's `update_model_config`; a block that the config has not is left to verl."""
-    for key, value in values.items():
-        if not isinstance(value, dict):
-            setattr(hf_config, key, value)
-        elif not isinstance(below := getattr(hf_config, key, None), dict | None):
-            _override(below, value)
 
 
 def _item_bytes(config: DictConfig, role: str) -> int:

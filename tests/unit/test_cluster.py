@@ -12,6 +12,7 @@ from verl_ext_sharding.patching import ledger
 from verl_ext_sharding.placement.bundles import place
 from verl_ext_sharding.placement.job import ServerFacts
 from verl_ext_sharding.placement.resources import NodeResources
+from verl_ext_sharding.workers.probe import Packages
 
 ray = pytest.importorskip("ray")
 
@@ -42,7 +43,9 @@ def settings_of(monkeypatch, tmp_path, job):
                 found = []
                 if communication is not None:
                     found = decide(communication, exports, sys_class_infiniband=folders[self.node])
-                return {**ledger.parity(), "spec": run.digest()}, found, []
+                packages = Packages(torch="2.11.0", flash_attn=True, kernels=False)
+                code = {**ledger.parity(), "spec": run.digest()}
+                return cluster.NodeAnswer(code=code, settings=found, cards=[], packages=packages)
 
         alive = [
             {"NodeID": ids[name], "NodeManagerAddress": name, "Resources": resources}

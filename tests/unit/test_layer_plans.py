@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext_sharding import driver, layer_plans
+from verl_ext_sharding import driver, layer_plans, model_configs
 from verl_ext_sharding.cli import main
 from verl_ext_sharding.config.changes import parse_overrides
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, LayerSpread, RoleMeasures
@@ -81,7 +81,7 @@ def layers_of(plan, role):
 
 
 def test_without_a_spread_role_no_model_is_read(planned, monkeypatch):
-    monkeypatch.setattr(layer_plans, "_model", pytest.fail)
+    monkeypatch.setattr(layer_plans, "meta_model_of", pytest.fail)
     plan = planned("sharding.roles.critic.devices=[1]")
     assert (plan.maps, plan.measures) == ({}, {})
 
@@ -122,7 +122,7 @@ def test_an_override_of_a_block_in_a_models_config_changes_that_block():
     from transformers import Qwen2_5_VLConfig
 
     config = Qwen2_5_VLConfig()
-    layer_plans._override(config, {"text_config": {"num_hidden_layers": 3}, "tie_word_embeddings": True})
+    model_configs._override(config, {"text_config": {"num_hidden_layers": 3}, "tie_word_embeddings": True})
     assert (config.text_config.num_hidden_layers, config.tie_word_embeddings) == (3, True)
 
 
@@ -172,7 +172,7 @@ def kept(compose):
     from verl_ext_sharding.config.facts import job_facts
 
     config = compose(*job())
-    facts, model = job_facts(config), layer_plans._model(config, "actor", valued=False)
+    facts, model = job_facts(config), model_configs.meta_model_of(config, "actor", valued=False)
 
     def found(role, layout, **settings):
         changed = copy.deepcopy(config)

@@ -38,6 +38,16 @@ def stored_dtype(role: str, asked: Any) -> str:
     return str(asked) if asked is not None else "bf16" if role == "ref" else "fp32"
 
 
+def compute_dtype(mixed_precision: Any) -> str:
+    """The dtype in which verl's FSDP engine computes, as torch spells it.
+
+    Args:
+        mixed_precision: The engine's block of that name, or None (workers/engine/fsdp/transformer_impl.py).
+    """
+    dtype = str((mixed_precision or {}).get("param_dtype", "bf16"))
+    return _SPELLINGS.get(dtype, dtype)
+
+
 def item_bytes(dtype: str) -> int | None:
     """Bytes of one weight; None for a dtype that no weights are trained in.
 

@@ -17,7 +17,7 @@ from verl_ext_sharding.placement.job import MODEL_PARALLEL, EngineFacts, JobFact
 
 _ULYSSES = "ulysses_sequence_parallel_size"
 
-_FSDP = ("fsdp", "fsdp2", "fsdp_turbo")
+FSDP = ("fsdp", "fsdp2", "fsdp_turbo")
 """Strategies whose block is `fsdp_config` of actor and ref, and `fsdp` of the critic."""
 
 _MODES = ("sync", "colocate_async", "separate_async")
@@ -135,11 +135,11 @@ def _strategy(config: DictConfig, role: str, block: str) -> str:
     there = _get(config, block, {})
     known = [name for name in MODEL_PARALLEL if name in there]
     if ENGINE_BLOCK[role].rpartition(".")[2] in there:
-        known += _FSDP[:2] if role == "critic" else _FSDP  # fsdp_turbo has no value model
+        known += FSDP[:2] if role == "critic" else FSDP  # fsdp_turbo has no value model
     model = MODEL_BLOCK[role]
     if not known or strategy in known or _get(config, f"{model}.external_lib", None) is not None:
         return strategy
-    engine = strategy if strategy in MODEL_PARALLEL else "dp" if strategy in _FSDP[:2] else None
+    engine = strategy if strategy in MODEL_PARALLEL else "dp" if strategy in FSDP[:2] else None
     instead = f"model_engine={engine}, or " if engine else ""
     raise ConfigError(
         key,

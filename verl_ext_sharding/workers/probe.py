@@ -6,16 +6,39 @@ import logging
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from importlib import util
 from typing import Any
 
 import ray
 
+from verl_ext_sharding import versions
 from verl_ext_sharding.communication.hygiene import NAMES
 
 logger = logging.getLogger(__name__)
 
 COMPUTE_CAPABILITIES = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+
+
+@dataclass(kw_only=True, frozen=True)
+class Packages:
+    """What decides which attention a process can run.
+
+    Args:
+        torch: Version of torch, or None.
+        flash_attn: Whether flash-attn is installed.
+        kernels: Whether Hugging Face's kernels is, from which transformers takes flash attention in place of flash-attn.
+    """
+
+    torch: str | None
+    flash_attn: bool
+    kernels: bool
+
+
+def packages() -> Packages:
+    """The packages of this process; none of them is imported."""
+    flash_attn, kernels = (util.find_spec(name) is not None for name in ("flash_attn", "kernels"))
+    return Packages(torch=versions.installed("torch"), flash_attn=flash_attn, kernels=kernels)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
