@@ -21,7 +21,7 @@ from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
 from verl_ext_sharding.config.dtypes import dtype_uses, float16_notes
-from verl_ext_sharding.config.facts import job_facts
+from verl_ext_sharding.config.facts import job_facts, uses_lora
 from verl_ext_sharding.config.guards import Guards
 from verl_ext_sharding.config.measures import ENGINE_ROLES, RoleMeasures, measures_of
 from verl_ext_sharding.config.micro_batches import check_micro_batches
@@ -207,13 +207,17 @@ def _check_hf_rollout(config: DictConfig) -> None:
 
 
 def rollout_changes(config: DictConfig) -> list[KeyChange]:
-    """What `rollout.name=hf` needs of verl: an agent loop that gives each request its seed."""
+    """What `rollout.name=hf` needs of verl: an agent loop that gives each request its seed, and LoRA merged into the weights."""
     if not _uses_hf(config):
         return []
-    key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-    if OmegaConf.select(config, key, default=None):
-        return []  # a user's own agent loop; the server then seeds each request itself
-    return [KeyChange(key=key, new=rollout.SEEDED_AGENT_LOOP, why="actor_rollout_ref.rollout.name=hf", default=True)]
+    wanted = {}
+    manager = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+    if not OmegaConf.select(config, manager, default=None):  # with a user's own, the server seeds each request itself
+        wanted[manager] = rollout.SEEDED_AGENT_LOOP
+    if uses_lora(config):
+        wanted["actor_rollout_ref.model.lora.merge"] = True
+    why = "actor_rollout_ref.rollout.name=hf"
+    return [KeyChange(key=key, new=value, why=why, default=True) for key, value in wanted.items()]
 
 
 def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: Any) -> Any:

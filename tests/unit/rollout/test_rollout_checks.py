@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+from verl_ext_sharding import driver
+from verl_ext_sharding.config.changes import apply_changes, parse_overrides
 from verl_ext_sharding.rollout.checks import check_rollout, check_teachers
 from verl_ext_sharding.rollout.settings import server_settings
 
@@ -172,3 +174,20 @@ def _teachers(**engines):
 )
 def test_a_teacher_must_give_log_probs_of_prompts(distillation, remedies):
     assert [error.remedy for error in check_teachers(distillation)] == remedies
+
+
+@pytest.mark.parametrize(
+    "lora", [("model.lora_rank=8",), ("model.lora.rank=8",), ("model.lora_adapter_path=/adapter",)]
+)
+def test_lora_is_merged_for_this_rollout_unless_the_user_says_otherwise(lora, compose):
+    key = "actor_rollout_ref.model.lora.merge"
+    asked = ["actor_rollout_ref.rollout.name=hf", *(f"actor_rollout_ref.{line}" for line in lora)]
+
+    def changes(*overrides):
+        config = compose(*overrides)
+        applied = apply_changes(config, driver.rollout_changes(config), parse_overrides(overrides))
+        return {change.key: change.new for change in applied}
+
+    assert changes(*asked)[key] is True
+    for others in (asked[:1], [*asked, f"{key}=False"], [*asked[1:], "actor_rollout_ref.rollout.name=vllm"]):
+        assert key not in changes(*others)
