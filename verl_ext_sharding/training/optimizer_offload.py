@@ -23,7 +23,7 @@ class StateOffloader:
     """The states of one optimizer on the host; one for each application.
 
     Args:
-        min_bytes: Smaller states (step counters) stay where they are.
+        min_bytes: Smaller states (step counters, shards of biases) stay on the device.
     """
 
     def __init__(self, min_bytes: int) -> None:
@@ -33,10 +33,16 @@ class StateOffloader:
 
     def to_device(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Brings the states to the device of their parameters."""
-        for parameter, name, value in self._states(optimizer):
-            if self._home(parameter, name) is value:
-                state = torch.empty_like(value, device=parameter.device, pin_memory=False)
-                optimizer.state[parameter][name] = state.copy_(value, non_blocking=True)
+        for parameter, states in optimizer.state.items():
+            for name, value in list(states.items()):
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if self._home(parameter, name) is value:
+                    state = torch.empty_like(value, device=parameter.device, pin_memory=False)
+                    states[name] = state.copy_(value, non_blocking=True)
+                elif value.dim() > 0 and value.device != parameter.device:
+                    # too small to be ours: a checkpoint was loaded to the host, and nobody else brings it to the step
+                    states[name] = value.to(parameter.device)
 
     def to_host(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Moves the states to the host; when it returns, they can be read there."""
@@ -86,7 +92,7 @@ class OptimizerStateOffload:
     on the host. Not together with FSDP2's `offload_policy`, whose states live on the host already.
 
     Args:
-        min_bytes: Smaller states (step counters) stay where they are.
+        min_bytes: Smaller states (step counters, shards of biases) stay on the device.
     """
 
     min_bytes: int = 1024

@@ -12,6 +12,7 @@ from checkpointing_models import batch, qwen2, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from verl_ext_sharding.engines.optimizer_states import load_optimizer
 from verl_ext_sharding.training.optimizer_offload import OptimizerStateOffload
 
 OFFLOAD = OptimizerStateOffload(min_bytes=0)
@@ -98,6 +99,26 @@ def test_loaded_states_go_to_the_host_at_once():
     fresh.load_state_dict(state)
     assert offloader.device_bytes(fresh) == 0
     assert offloader.host_bytes(fresh) > 0
+
+
+def test_states_too_small_to_be_moved_come_to_the_step_after_a_checkpoint_was_loaded_to_the_host():
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (400, 3)]
+    saved = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    # the meta device stands for the compute device
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(parameter.to("meta")) for parameter in parameters])
+    offloader = OptimizerStateOffload(min_bytes=1024).apply(optimizer)
+    host = torch.device("cpu")
+    load_optimizer(optimizer, saved.state_dict(), step_device=torch.device("meta"), state_device=host)
+    offloader.to_device(optimizer)
+    for states in optimizer.state.values():
+        assert {name: value.device.type for name, value in states.items()} == {
+            "step": "cpu",
+            "exp_avg": "meta",
+            "exp_avg_sq": "meta",
+        }
 
 
 def test_apply_and_remove_are_idempotent_and_remove_brings_the_states_back():
