@@ -76,6 +76,18 @@ def test_an_error_while_the_model_is_built_names_the_engines_role(monkeypatch):
         engine("fused").initialize()
 
 
+@pytest.mark.parametrize(("per_step", "moved"), [(True, False), (False, True)])
+def test_optimizer_states_that_come_for_the_step_alone_stay_where_they_are_when_the_engine_is_moved(
+    per_step, moved, monkeypatch
+):
+    asked = {}
+    monkeypatch.setattr(FSDPEngine, "to", lambda self, **given: asked.update(given))
+    made = engine(None)
+    made.measures = RoleMeasures(optimizer_per_step=per_step)
+    made.to("cpu")
+    assert asked == {"device": "cpu", "model": True, "optimizer": moved, "grad": True}
+
+
 # Entropy that is computed again in the backward pass
 
 

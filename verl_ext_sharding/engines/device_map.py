@@ -216,14 +216,14 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
         Args:
             device: "cpu", or the platform's device type for the map's devices.
             model: Parameters and buffers.
-            optimizer: Optimizer states.
+            optimizer: Optimizer states, unless they come to the devices for the step alone.
             grad: Gradients.
         """
         BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)
         host = torch.device("cpu") if device == "cpu" else None
         if model:
             _move(self.module, {name: host or home for name, home in self.homes.items()}, grad=grad)
-        if optimizer and self.optimizer is not None:
+        if optimizer and self.optimizer is not None and not self.measures.optimizer_per_step:
             move_states(self.optimizer, host or self._step_device(), counters=True)
         for used in set(self.devices):  # the host may be read as soon as this returns
             if used.type != "cpu":

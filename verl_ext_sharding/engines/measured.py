@@ -88,7 +88,9 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin):
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         self._apply_measures(module)
-        return super()._build_fsdp_module(module)
+        wrapped: torch.nn.Module = super()._build_fsdp_module(module)
+        self._note_checkpointing(wrapped)  # FSDP may have cut the layers so that they can't be compiled
+        return wrapped
 
     def _apply_measures(self, module: torch.nn.Module) -> None:
         """Checkpointing and activation offload, of a model that is not sharded yet."""
@@ -97,6 +99,9 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin):
             policy.apply(module, device_type=self._layers_device_type())
         if self._offloads_activations():
             ActivationOffload().apply(module, device_type=get_platform().device_name)
+        self._note_checkpointing(module)
+
+    def _note_checkpointing(self, module: torch.nn.Module) -> None:
         recompute = checkpointing.applied(module)
         if recompute is not None:
             because = f" ({recompute.reason})" if recompute.reason else ""
@@ -113,6 +118,11 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin):
             OptimizerStateOffload().apply(optimizer)
             self.applied["optimizer states"] = "on the host but for the step"
         return optimizer
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """As verl's; optimizer states that come to the device for the step alone are not moved between phases."""
+        optimizer = optimizer and not self.measures.optimizer_per_step
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)  # type: ignore[misc]
 
     def initialize(self) -> None:
         """As verl's; says what was done for the role."""

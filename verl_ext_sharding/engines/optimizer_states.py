@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from verl_ext_sharding.training.optimizer_offload import is_dense
 
 Where: TypeAlias = torch.device | Callable[[torch.Tensor], torch.device]
 """A device for all parameters, or for each."""
@@ -77,7 +78,7 @@ def _copy(name: str, value: Any, parameter: torch.Tensor, device: torch.device, 
         dtype = torch.float32 if device.type != "cpu" else value.dtype
     else:
         dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
-    if pin and device.type == "cpu" and name != "step" and type(value) in (torch.Tensor, DTensor):
+    if pin and device.type == "cpu" and name != "step" and is_dense(value):
         return torch.empty_like(value, dtype=dtype, pin_memory=True).copy_(value)
     return value.to(device=device, dtype=dtype, copy=True)
 

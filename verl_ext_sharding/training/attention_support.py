@@ -21,6 +21,9 @@ IMPLEMENTATIONS = ("flash_attention_2", varlen.NAME, "sdpa", "eager")
 """Attention implementations in the order of preference."""
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names that configs have for the share of attention weights that is dropped in training."""
+
 _VERL_RUNS_FLASH = frozenset({"qwen2_vl", "qwen2_5_vl", "glm4v", "kimi_vl"})
 """Model types whose attention layers verl replaces by calls of flash-attn when sequences are packed (verl 0.9)."""
 
@@ -136,10 +139,17 @@ def _read_config(
     if getattr(text, "attn_logit_softcapping", None) is not None:
         reason = f"it has no cap on scores, and {model_type} caps them (attn_logit_softcapping)"
         reasons.refuse(("sdpa", varlen.NAME), reason)
+    if getattr(text, "alibi", None) is True:
+        reason = f"{model_type} adds alibi to its scores, scaled under eager alone"
+        reasons.refuse(("flash_attention_2", "sdpa", varlen.NAME), reason)
+    if getattr(text, "index_topk", None) is not None:
+        reason = f"the tokens that {model_type} picks are added to a mask of numbers, which it has under eager alone"
+        reasons.refuse(("sdpa", varlen.NAME), reason)
     if text is not hf_config or getattr(hf_config, "vision_config", None) is not None:
         reasons.refuse((varlen.NAME, packed_sdpa.NAME), f"it is for text models, and {model_type} has other parts")
-    if getattr(text, "attention_dropout", 0.0):
-        reasons.refuse((varlen.NAME,), f"it has no dropout, and attention_dropout={text.attention_dropout}")
+    for name in _DROPOUTS:
+        if share := getattr(text, name, None):
+            reasons.refuse((varlen.NAME,), f"it has no dropout, and {name}={share}")
     if (width := _head_width(text)) and width > varlen.MAX_HEAD_DIM:
         reasons.refuse((varlen.NAME,), f"its heads are at most {varlen.MAX_HEAD_DIM} wide, not {width}")
     window = _window(text)

@@ -263,11 +263,14 @@ def remove(model: nn.Module) -> None:
 
 
 def applied(model: nn.Module) -> Applied | None:
-    """What is applied to a model, or None. A compilation that failed since shows as the reason."""
+    """What is applied to a model, or None. What has kept it from being compiled since shows as the reason."""
     current = _application(model)
     if current is None:
         return None
-    failure = getattr(current.recompute, "failure", None)
+    recompute = current.recompute
+    if isinstance(recompute, CompiledRecompute):
+        recompute.look_at_shards()
+    failure = getattr(recompute, "failure", None)
     if failure is None:
         return current.applied
     return Applied(

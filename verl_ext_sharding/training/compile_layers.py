@@ -22,7 +22,7 @@ import os
 import shutil
 import sysconfig
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_ext_sharding.training.layers import Forward
+from verl_ext_sharding.training.layers import Forward, inner_fsdp_units
 from verl_ext_sharding.training.recompute import Recompute, Variant
 from verl_ext_sharding.training.saved_bytes import is_plain
 from verl_ext_sharding.versions import in_range
@@ -229,6 +229,7 @@ class CompiledRecompute(Recompute):
         self.compiled = list(variants)
         self.eager = eager
         self.failure: str | None = None
+        self._looked_at_shards = False
         self._reported = False
         self._warned_limit = False
         self._error: Exception | None = None
@@ -243,6 +244,21 @@ class CompiledRecompute(Recompute):
     def recompiles(self) -> int:
         """Number of graphs compiled so far because no earlier one fitted the inputs."""
         return sum(variant.backend.recompiles for variant in self.compiled)
+
+    def look_at_shards(self) -> None:
+        """Gives the eager plan all layers where FSDP1 has wrapped parts of them, as verl does with adapters.
+
+        The compiler breaks its trace at each part and keeps what passes between them: a share of 0.1 then keeps all. With
+        `use_orig_params=False` it fails.
+        """
+        if self.failure is None and any("_fsdp_wrapped_module" in unit._modules for unit in self._inner_units()):
+            self.failure = (
+                "FSDP1 gathers parts of the layers (adapters) by themselves, which breaks the compiler's trace"
+            )
+            logger.warning("layers run eagerly, within the same memory bound: %s", self.failure)
+
+    def _inner_units(self) -> Iterator[nn.Module]:
+        return (unit for layer in self.layers for unit in inner_fsdp_units(layer))
 
     def run_with_grad(self, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.failure is None:
@@ -271,6 +287,11 @@ class CompiledRecompute(Recompute):
         """Runs a compiled call: (True, output), or (False, None) where the compiler and not the model failed."""
         from torch._dynamo.exc import FailOnRecompileLimitHit
 
+        if not self._looked_at_shards:
+            self._looked_at_shards = True
+            self.look_at_shards()
+            if self.failure is not None:
+                return False, None
         self._hide_flat_parameters(index)
         try:
             output = call()

@@ -1,8 +1,9 @@
 """Selective checkpointing's two passes: outputs kept in the forward pass stand in for operators that run again.
 
-As torch's `create_selective_checkpoint_contexts`, with two differences. A layer may change a kept output in place, as the experts
-of GPT-OSS add their biases: what is kept is then a copy from before, where torch stops in the backward pass. And whoever runs
-around the layer may hold what is kept: torch has it beside autograd, where activation offload would not see it.
+As torch's `create_selective_checkpoint_contexts`, with three differences. A layer may change a kept output in place, as the experts
+of GPT-OSS add their biases: what is kept is then a copy from before, where torch stops in the backward pass. An attention that is
+kept does not draw its dropout again, and what is dropped after it is dropped again all the same. And whoever runs around the layer
+may hold what is kept: torch has it beside autograd, where activation offload would not see it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,6 +98,47 @@ class _Held:
         return self._tensor
 
 
+@dataclass(frozen=True)
+class _RandomState:
+    """Where a random generator stands after an operator that drew from it.
+
+    Args:
+        device: Whose generator.
+        state: As `get_rng_state` returns it.
+    """
+
+    device: torch.device
+    state: torch.Tensor
+
+    @classmethod
+    def after(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> _RandomState | None:
+        """The state after an operator that has just run, or None for one without dropout."""
+        position = _dropout_position(func)
+        if position is None or not (args[position] if position < len(args) else kwargs.get(_DROPOUT)):
+            return None
+        device = next(value.device for value in tree_leaves(output) if isinstance(value, torch.Tensor))
+        on_host = device.type == "cpu"
+        return cls(device, torch.get_rng_state() if on_host else torch.get_device_module(device).get_rng_state(device))
+
+    def restore(self) -> None:
+        """Lets the generator go on from here."""
+        if self.device.type == "cpu":
+            torch.set_rng_state(self.state)
+        else:
+            torch.get_device_module(self.device).set_rng_state(self.state, self.device)
+
+
+_DROPOUT = "dropout_p"
+"""What the attention operators of torch and of flash-attn call the share that they drop."""
+
+
+@cache
+def _dropout_position(func: Any) -> int | None:
+    schema = getattr(func, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return names.index(_DROPOUT) if _DROPOUT in names else None
+
+
 class _Pass(TorchDispatchMode):
     supports_higher_order_operators = True  # flex attention is one
 
@@ -126,7 +170,7 @@ class _Pass(TorchDispatchMode):
 
 
 class ForwardPass(_Pass):
-    """Keeps outputs.
+    """Keeps outputs, and where the random numbers stood after them.
 
     Args:
         keeps: Which.
@@ -144,7 +188,7 @@ class ForwardPass(_Pass):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
-        self.kept[func].append(tree_map(self._held, output))
+        self.kept[func].append((tree_map(self._held, output), _RandomState.after(func, args, kwargs, output)))
         return output
 
     def _held(self, value: Any) -> Any:
@@ -195,6 +239,9 @@ class Recomputation(_Pass):
         output, outputs[number] = outputs[number], None
         if output is None:
             raise RuntimeError("selective checkpointing: a graph can be run backward once")
+        output, random_state = output
+        if random_state is not None:
+            random_state.restore()
         return tree_map(lambda value: value.take() if isinstance(value, _Held) else value, output)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -165,6 +166,16 @@ def module_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from (value for value in child._buffers.values() if value is not None)
         if "_is_fsdp_managed_module" in child.__dict__:
             yield from (value for value in child.__dict__.values() if isinstance(value, torch.Tensor))
+
+
+def inner_fsdp_units(layer: nn.Module) -> list[nn.Module]:
+    """Parts of a layer whose parameters FSDP gathers and frees by themselves, while the layer runs.
+
+    verl wraps adapters so with FSDP1, and with both FSDPs what `wrap_policy` names inside of a layer.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nothing has imported it, nothing is wrapped
+    kinds = tuple(getattr(fsdp, name) for name in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, name))
+    return [child for child in layer.modules() if child is not layer and isinstance(child, kinds)]
 
 
 def _outermost(model: nn.Module, matches: Callable[[nn.Module], bool]) -> list[nn.Module]:

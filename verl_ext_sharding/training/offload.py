@@ -30,6 +30,7 @@ from verl_ext_sharding.training.layers import (
     Slot,
     compute_device_type,
     decoder_layers,
+    inner_fsdp_units,
     install,
     installed,
     module_tensors,
@@ -125,6 +126,7 @@ class ActivationOffloader:
         self._records: dict[tuple[int, int], weakref.ref[_Record]] = {}
         self._last: _Group | None = None
         self._parameters: set[int] = set()
+        self._late_parameters: nn.Module | None = None
         self._frozen_casts: set[tuple[torch.dtype, tuple[int, ...]]] = set()
 
     def run(self, layer: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,6 +154,7 @@ class ActivationOffloader:
         # looked up at each call: FSDP gathers parameters into other storages each time
         tensors = [tensor for tensor in module_tensors(layer) if is_plain(tensor)]
         self._parameters = storage_keys(tensors)
+        self._late_parameters = layer if inner_fsdp_units(layer) else None
         self._frozen_casts = set()
         if torch.is_autocast_enabled(self.device_type):
             dtype = torch.get_autocast_dtype(self.device_type)
@@ -185,7 +188,12 @@ class ActivationOffloader:
             storage.nbytes() == 0 or tensor.is_conj() or tensor.is_neg()
         ):  # nothing there, or more than bytes and strides
             return False
-        return storage._cdata not in self._parameters
+        return storage._cdata not in self._parameters and not self._is_late_parameter(storage._cdata)
+
+    def _is_late_parameter(self, key: int) -> bool:
+        """Whether a storage holds parameters that were gathered inside the layer: FSDP frees it while a copy would run."""
+        layer = self._late_parameters
+        return layer is not None and key in storage_keys(module_tensors(layer))
 
     def _is_cast_weight(self, tensor: torch.Tensor) -> bool:
         """Whether it is a low-precision copy of a weight that autocast has made, or a view of one.

@@ -23,7 +23,7 @@ class StateOffloader:
     """The states of one optimizer on the host; one for each application.
 
     Args:
-        min_bytes: Smaller states (step counters) stay where they are.
+        min_bytes: Smaller states (step counters, shards of biases) stay on the device.
     """
 
     def __init__(self, min_bytes: int) -> None:
@@ -33,10 +33,15 @@ class StateOffloader:
 
     def to_device(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Brings the states to the device of their parameters."""
-        for parameter, name, value in self._states(optimizer):
-            if self._home(parameter, name) is value:
-                state = torch.empty_like(value, device=parameter.device, pin_memory=False)
-                optimizer.state[parameter][name] = state.copy_(value, non_blocking=True)
+        for parameter, states in optimizer.state.items():
+            for name, value in list(states.items()):
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if self._home(parameter, name) is value:
+                    states[name] = _copied(value, parameter.device)
+                elif value.dim() > 0 and value.device != parameter.device:
+                    # too small to be ours: a checkpoint was loaded to the host, and nobody else brings it to the step
+                    states[name] = value.to(parameter.device)
 
     def to_host(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Moves the states to the host; when it returns, they can be read there."""
@@ -48,6 +53,10 @@ class StateOffloader:
                 continue
             if value.device.type == "cpu" and parameter.device.type != "cpu":
                 self._homes.setdefault(parameter, {})[name] = value  # a checkpoint was loaded to the host
+                continue
+            if not is_dense(value):
+                moved = value.to("cpu", copy=True)
+                self._homes.setdefault(parameter, {})[name] = optimizer.state[parameter][name] = moved
                 continue
             if home is None or home.shape != value.shape or home.dtype != value.dtype:
                 home = torch.empty_like(value, device="cpu", pin_memory=pin)
@@ -81,12 +90,12 @@ class StateOffloader:
 class OptimizerStateOffload:
     """Keeps optimizer states on the host during forward and backward, and on the device for the step.
 
-    Works with every optimizer that runs torch's step hooks (all subclasses of `torch.optim.Optimizer`), with plain and
-    with DTensor states. `state_dict` shows the same keys and values, on the host; `load_state_dict` puts what it loads
+    Works with every optimizer that runs torch's step hooks (all subclasses of `torch.optim.Optimizer`), with plain,
+    DTensor and quantised states. `state_dict` shows the same keys and values, on the host; `load_state_dict` puts what it loads
     on the host. Not together with FSDP2's `offload_policy`, whose states live on the host already.
 
     Args:
-        min_bytes: Smaller states (step counters) stay where they are.
+        min_bytes: Smaller states (step counters, shards of biases) stay on the device.
     """
 
     min_bytes: int = 1024
@@ -116,6 +125,19 @@ class OptimizerStateOffload:
         for handle in offloader.handles:
             handle.remove()
         offloader.to_device(optimizer)
+
+
+def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not is_dense(value):
+        return value.to(device, copy=True)
+    state = torch.empty_like(value, device=device, pin_memory=False)
+    return state.copy_(value, non_blocking=True)
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether a state is a tensor with memory of its own; quantised states (torchao) know how to be moved, and no more."""
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return type(local) is torch.Tensor
 
 
 def _num_bytes(value: torch.Tensor) -> int:

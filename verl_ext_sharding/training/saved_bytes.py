@@ -34,11 +34,11 @@ class _Storages:
     """Storages seen so far, each counted once, without keeping any of them alive."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._seen: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), tensor.device.type)
+        self._seen[storage._cdata] = (StorageWeakRef(storage), tensor.device.type)
 
     def __contains__(self, key: int) -> bool:
         entry = self._seen.get(key)
@@ -46,9 +46,10 @@ class _Storages:
 
     def live_bytes(self) -> dict[str, int]:
         total: dict[str, int] = {}
-        for reference, num_bytes, device_type in self._seen.values():
-            if not reference.expired():
-                total[device_type] = total.get(device_type, 0) + num_bytes
+        for reference, device_type in self._seen.values():
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None:  # FSDP empties the storages of gathered parameters and keeps them
+                total[device_type] = total.get(device_type, 0) + storage.nbytes()
         return total
 
 

@@ -42,6 +42,7 @@ FAMILIES = {
     "deepseek_v3": ("DeepseekV3Config", {**SHAPE, **EXPERTS, **LATENT}),
     "deepseek_v4": ("DeepseekV4Config", {**SHAPE, **EXPERTS, **LATENT, "sliding_window": 5}),
     "doge": ("DogeConfig", GROUPED),
+    "falcon_alibi": ("FalconConfig", {**SHAPE, "alibi": True}),
     "falcon_h1": ("FalconH1Config", {**GROUPED, **MAMBA}),
     "gemma3": ("Gemma3TextConfig", {**GROUPED, **SLIDING}),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**SHAPE, **EXPERTS, **LATENT, "index_topk": 4, "index_head_dim": 16}),
@@ -138,9 +139,9 @@ def packed_logits(family, implementation, samples):
 
 
 @torch.no_grad()
-def padded_logits(family, samples):
-    """Logits of each sample padded on the right, with eager attention."""
-    model = _model(family, "eager")
+def padded_logits(family, samples, implementation="eager"):
+    """Logits of each sample padded on the right."""
+    model = _model(family, STAND_INS.get(implementation, implementation))
     model.load_state_dict(_weights(family))
     logits = model(**padded_inputs(samples)).logits
     return [row[: len(sample)] for row, sample in zip(logits, samples, strict=True)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_families import FAMILIES, family_config, mixing, register
+from attention_cases import sequences
+from attention_families import FAMILIES, LENGTHS, family_config, mixing, padded_logits, register
 
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training.attention import model_support, resolve_attention
@@ -20,8 +21,9 @@ REFUSED = {
     "afmoe": dict.fromkeys(("varlen", "sdpa", "eager"), POSITIONS),
     "deepseek_v4": ALWAYS | {"eager": "layers .heavily_compressed_attention"},
     "doge": ALWAYS | dict.fromkeys(("sdpa", "eager"), READS),
+    "falcon_alibi": ALWAYS | {"eager": POSITIONS, "flash_attention_2": "alibi", "sdpa": "alibi"},
     "falcon_h1": ALWAYS | dict.fromkeys(("flash_attention_2", "sdpa", "eager"), "layers .hybrid"),
-    "glm_moe_dsa": ALWAYS | dict.fromkeys(("sdpa", "eager"), READS),
+    "glm_moe_dsa": ALWAYS | {"sdpa": "mask of numbers", "eager": READS},
     "gpt_bigcode": {
         "varlen": "not built on transformers' attention interface",
         "flash_attention_2": "with position_ids",
@@ -74,6 +76,16 @@ def test_implementations_that_are_accepted_keep_packed_sequences_apart_and_equal
         reach, distance = mixing(family, implementation)
         assert reach < EXACT, implementation
         assert distance < EXACT, implementation
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_implementations_that_are_accepted_compute_the_eager_model_of_padded_batches(family):
+    samples, support = sequences(LENGTHS), model_support(family_config(family))
+    eager = torch.cat(padded_logits(family, samples))
+    for implementation in ("sdpa", "varlen"):  # flash attention has a stand-in for packed sequences alone
+        if support.obstacle(implementation, packed=False) is None:
+            logits = torch.cat(padded_logits(family, samples, implementation))
+            assert (logits - eager).abs().max() < EXACT * eager.abs().max(), implementation
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,38 @@ def test_gpt_oss_whose_experts_change_their_products_in_place_has_the_gradients_
     assert_same(reference, found, rtol=1e-5, atol=1e-7)
 
 
+@torch.library.custom_op("sharding_tests::attention_with_dropout", mutates_args=())
+def attention_with_dropout(value: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the fused kernels of CUDA: one operator, which draws its own random numbers. The CPU has none with dropout."""
+    mask = (torch.rand_like(value) >= dropout_p).to(value.dtype)
+    return value * mask, mask
+
+
+attention_with_dropout.register_autograd(
+    lambda ctx, grad, _: (grad * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["on the device", "on the host"])
+def test_dropout_after_a_kept_attention_with_dropout_draws_what_it_drew(offloaded):
+    class Dropping(Layer):
+        def forward(self, hidden_states):
+            attended, _ = attention_with_dropout(self.up(hidden_states), 0.5)
+            return hidden_states + self.down(nn.functional.dropout(attended.sin(), 0.5))
+
+    def seeded():
+        torch.manual_seed(3)
+        return run(layer, hidden)
+
+    layer, hidden = Dropping(None), torch.randn(64, WIDTH, requires_grad=True)
+    expected = seeded()
+    Selective().apply(layer, layers=[layer])
+    if offloaded:
+        OFFLOAD.apply(layer, layers=[layer])
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(expected, seeded(), strict=True))
+
+
 def test_a_copy_is_made_of_what_changes_alone():
     tokens = 64
 

@@ -12,6 +12,7 @@ from checkpointing_models import batch, qwen2, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from verl_ext_sharding.engines.optimizer_states import load_optimizer
 from verl_ext_sharding.training.optimizer_offload import OptimizerStateOffload
 
 OFFLOAD = OptimizerStateOffload(min_bytes=0)
@@ -98,6 +99,67 @@ def test_loaded_states_go_to_the_host_at_once():
     fresh.load_state_dict(state)
     assert offloader.device_bytes(fresh) == 0
     assert offloader.host_bytes(fresh) > 0
+
+
+def test_states_too_small_to_be_moved_come_to_the_step_after_a_checkpoint_was_loaded_to_the_host():
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (400, 3)]
+    saved = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    # the meta device stands for the compute device
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(parameter.to("meta")) for parameter in parameters])
+    offloader = OptimizerStateOffload(min_bytes=1024).apply(optimizer)
+    host = torch.device("cpu")
+    load_optimizer(optimizer, saved.state_dict(), step_device=torch.device("meta"), state_device=host)
+    offloader.to_device(optimizer)
+    for states in optimizer.state.values():
+        assert {name: value.device.type for name, value in states.items()} == {
+            "step": "cpu",
+            "exp_avg": "meta",
+            "exp_avg_sq": "meta",
+        }
+
+
+class Quantised(torch.Tensor):
+    """A state in codes that can be copied and moved, and nothing else, as those of torchao's optimizers."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        assert func is torch.ops.aten._to_copy.default, func
+        return cls(args[0].codes.to(kwargs.get("device"), copy=True))
+
+
+class Counting(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            new = Quantised(torch.zeros(parameter.shape, dtype=torch.uint8))
+            self.state[parameter].setdefault("exp_avg", new).codes.add_(1)
+
+
+def test_quantised_states_are_away_between_steps_and_keep_their_values():
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = Counting([parameter])
+    offloader = OFFLOAD.apply(optimizer)
+    within = []
+    optimizer.register_step_pre_hook(lambda *_: within.append(offloader.device_bytes(optimizer)))
+    optimizer.step()
+    optimizer.step()
+    assert within == [0, 4000]
+    assert (offloader.host_bytes(optimizer), offloader.device_bytes(optimizer)) == (4000, 0)
+    assert (optimizer.state[parameter]["exp_avg"].codes == 2).all()
 
 
 def test_apply_and_remove_are_idempotent_and_remove_brings_the_states_back():
