@@ -120,6 +120,7 @@ _prepared: tuple[DictConfig, Plan] | None = None
 
 def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str, ...]) -> Plan:
     _require_v1(config)
+    cpu.check_device(config)
     check_recipe_keys(config, explicit)
     check_switches(config)
     request = request_of(config)
@@ -219,7 +220,7 @@ def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: 
         config: The composed config.
         task_runner_class: verl's or a recipe's Ray actor class.
     """
-    joins_ray = cpu.finds_ray()
+    joins_ray = cpu.finds_ray(config)
     launchers.require_one_driver(joins_ray=joins_ray)
     plan = prepare(config)
     hygiene.check_exports(plan.request.communication, os.environ)

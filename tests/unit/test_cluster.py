@@ -18,10 +18,13 @@ ray = pytest.importorskip("ray")
 
 @pytest.fixture
 def settings_of(monkeypatch, tmp_path, job):
-    """`settings_of({"node": (resources, [rdma devices])}, config, **facts)`: what the nodes agree on."""
+    """`settings_of({"node": (resources, [rdma devices])}, config, **facts)`: what the nodes agree on.
+
+    `taken={"node": resources}`: what is left of a node that other jobs use.
+    """
     from verl_ext_sharding import cluster
 
-    def settings(machines, config=None, **facts):
+    def settings(machines, config=None, taken=None, **facts):
         placement = place({}, job(("actor",), **facts))
         run = RunSpec(placement=placement, bundle_cpus=3)
         folders = {}
@@ -49,6 +52,8 @@ def settings_of(monkeypatch, tmp_path, job):
             for name, (resources, _) in machines.items()
         ]
         monkeypatch.setattr(cluster, "_alive", lambda: alive)
+        free = {node["NodeID"]: (taken or {}).get(node["NodeManagerAddress"], node["Resources"]) for node in alive}
+        monkeypatch.setattr(cluster, "_available", lambda: free)
         monkeypatch.setattr(cluster, "_answer", Answer())
         monkeypatch.setattr(
             cluster, "ray", types.SimpleNamespace(get=lambda answers, timeout: answers, exceptions=ray.exceptions)
@@ -87,6 +92,20 @@ def test_a_node_with_fewer_devices_than_any_group_of_the_job_takes_no_part(setti
     assert settings_of({"a": (GPUS, ["mlx5_0"]), "desk": (small, [])})[IB_DISABLE] is None
     teacher = ServerFacts(name="vllm", own_nodes=(1,))
     assert settings_of({"c": (GPUS, ["mlx5_0"]), "d": (small, [])}, teacher=teacher)[IB_DISABLE] == "1"
+
+
+def test_a_node_whose_devices_another_job_holds_takes_no_part(settings_of):
+    machines = {"a": (GPUS, ["mlx5_0"]), "full": (GPUS, [])}
+    assert settings_of(machines, taken={"full": {"CPU": 60.0}})[IB_DISABLE] is None
+
+
+def test_a_client_of_ray_asks_a_process_of_the_cluster(monkeypatch):
+    from verl_ext_sharding import cluster
+
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    monkeypatch.setattr(cluster, "_ask_available", types.SimpleNamespace(remote=lambda: "question"))
+    monkeypatch.setattr(ray, "get", lambda asked, timeout: {asked: {"GPU": 1.0}})
+    assert cluster._available() == {"question": {"GPU": 1.0}}
 
 
 # Through the driver
