@@ -103,6 +103,26 @@ def test_a_job_as_verl_wants_it_is_accepted(apart):
     accept({BACKEND: "nccl"}, apart())
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "refused"),
+    [
+        ("vllm", {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size"),
+        ("own", {"pipeline_model_parallel_size": 2}, None),
+        ("vllm", {"expert_parallel_size": 4, "tensor_model_parallel_size": 2}, "expert_parallel_size"),
+        ("vllm", {"expert_parallel_size": 4, "tensor_model_parallel_size": 2, "data_parallel_size": 2}, None),
+        ("trtllm", {"expert_parallel_size": 4, "tensor_model_parallel_size": 8}, None),
+    ],
+    ids=str,
+)
+def test_parallel_sizes_that_a_backend_has_not_are_refused(name, values, refused, job):
+    facts = job(("actor",), devices=8, rollout=ServerFacts(name=name, block="rollout"))
+    values = {f"rollout.{key}": value for key, value in values.items()}
+    if refused is None:
+        accept(values, facts)
+    else:
+        assert refusal(values, facts).subject == f"rollout.{refused}"
+
+
 @pytest.mark.parametrize(("batch", "other"), [(48, f", or {MINI}=12"), (50, "")])
 def test_a_batch_that_is_not_all_updates_of_a_step_is_refused(batch, other, apart):
     error = refusal({BACKEND: "nccl"}, apart(batch))

@@ -84,6 +84,7 @@ def _check_server(role: str, server: ServerFacts, values: Mapping[str, Any]) -> 
             consequence="the run does not start",
             remedy=f"{name}={close}",
         )
+    _check_parallel_sizes(server, values)
     if role == "reward" and values.get("reward.reward_model.model_path") is None:
         raise ConfigError(
             "reward.reward_model.model_path",
@@ -91,6 +92,35 @@ def _check_server(role: str, server: ServerFacts, values: Mapping[str, Any]) -> 
             found="null",
             consequence="the run does not start",
             remedy="reward.reward_model.model_path=<its folder or name>, or reward.reward_model.enable=False",
+        )
+
+
+def _check_parallel_sizes(server: ServerFacts, values: Mapping[str, Any]) -> None:
+    """As `RolloutConfig.__post_init__` and the replicas that prefill and decode apart (workers/rollout/*_rollout/*_pd_replica.py)."""
+    block, disaggregation = server.block, f"{server.block}.disaggregation"
+    size = {name: values.get(f"{block}.{name}") or 1 for name in ("tensor_model_parallel_size", "data_parallel_size")}
+    whole = size["tensor_model_parallel_size"] * size["data_parallel_size"]
+    pipeline, experts = f"{block}.pipeline_model_parallel_size", f"{block}.expert_parallel_size"
+    wrong = []
+    if server.name in _BACKENDS[:3] and (values.get(pipeline) or 1) > 1:
+        wrong.append((pipeline, f"1: verl has no pipelines in {server.name}", 1))
+    if server.name in _BACKENDS[:2] and (values.get(experts) or 1) not in (1, whole):
+        wrong.append((experts, f"1, or tensor_model_parallel_size x data_parallel_size = {whole}", whole))
+    if server.decoders is not None:
+        apart = f"1 with {disaggregation}.enabled=True"
+        if server.name not in _BACKENDS[:2]:
+            wrong.append((f"{disaggregation}.enabled", f"False with {block}.name={server.name}", False))
+        if (values.get(f"{disaggregation}.prefill_replicas") or 1) > 1:
+            wrong.append((f"{disaggregation}.prefill_replicas", apart, 1))
+        if size["data_parallel_size"] > 1:
+            wrong.append((f"{block}.data_parallel_size", apart, 1))
+    for key, expected, right in wrong:
+        raise ConfigError(
+            key,
+            expected=expected,
+            found=str(values.get(key)),
+            consequence="the run does not start",
+            remedy=f"{key}={right}",
         )
 
 

@@ -169,7 +169,7 @@ def _from_map(spec: Mapping[Any, Any], topology: Topology, key: str) -> list[int
         node = _node_index(str(name), spec, topology, key)
         local = _flatten(local_spec, topology.devices_per_node, f"{key}.{name}")
         if unknown := sorted(number for number in local if not 0 <= number < topology.devices_per_node):
-            known = sorted(set(local) - set(unknown)) or ["all"]
+            known: list[Any] = sorted(set(local) - set(unknown)) or ["all"]
             ways = [f"'{key}={_format_map({**spec, name: known})}'"]
             if unknown[-1] > 0:
                 last = _last_number(unknown, local_spec)
