@@ -322,6 +322,19 @@ def test_experts_take_their_parts_times_their_tensor_parallelism_times_the_pipel
     assert (actor.expert_parallel_size, actor.expert_ranks) == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "cpus"),
+    [
+        ([], 0),
+        (["reward.reward_manager.name=remote"], 64),
+        (["reward.reward_manager.name=remote", "reward.num_workers=3"], 9),
+        (["reward.reward_manager.name=remote", "reward.reward_manager.source=importlib"], 0),
+    ],
+)
+def test_one_reward_manager_holds_a_cpu_for_each_of_its_workers_in_each_of_them(settings, cpus, facts):
+    assert facts(*settings).reward_cpus == cpus
+
+
 # Modes and servers
 
 

@@ -123,6 +123,17 @@ def test_parallel_sizes_that_a_backend_has_not_are_refused(name, values, refused
         assert refusal(values, facts).subject == f"rollout.{refused}"
 
 
+@pytest.mark.parametrize(("nodes", "refused"), [(0, True), (None, True), (1, False)])
+def test_a_pool_without_devices_is_refused_where_it_has_no_reward_model_either(nodes, refused, job):
+    block = "reward.reward_model"
+    values = {f"{block}.enable_resource_pool": True, f"{block}.nnodes": nodes, f"{block}.n_gpus_per_node": 8}
+    if refused:
+        assert refusal(values, job()).remedy == f"{block}.enable_resource_pool=False"
+    else:
+        accept(values, job())
+    accept(values | {f"{block}.enable_resource_pool": False}, job())
+
+
 @pytest.mark.parametrize(("batch", "other"), [(48, f", or {MINI}=12"), (50, "")])
 def test_a_batch_that_is_not_all_updates_of_a_step_is_refused(batch, other, apart):
     error = refusal({BACKEND: "nccl"}, apart(batch))

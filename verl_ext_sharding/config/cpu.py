@@ -93,6 +93,7 @@ def _ray(config: DictConfig, facts: JobFacts, placement: Placement) -> Iterator[
     if placement.topology.num_nodes > 1 or "RAY_OVERRIDE_RESOURCES" in os.environ or finds_ray(config):
         return
     needed = placement.topology.num_devices * placement.colocate_count + facts.transfer_queue_units + 4
+    needed += facts.reward_cpus
     yield KeyChange(key="ray_kwargs.ray_init.num_gpus", new=placement.topology.num_devices, why=_WHY, default=True)
     if OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus", default=None) is None:
         num_cpus = math.ceil(max(needed, os.cpu_count() or 1))

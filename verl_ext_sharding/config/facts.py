@@ -72,6 +72,7 @@ def job_facts(config: DictConfig) -> JobFacts:
         critic_warmup=_count(config, "trainer.critic_warmup", 0, at_least=0, required=True),
         actor_log_probs=_actor_log_probs(config),
         transfer_queue_units=_transfer_queue_units(config),
+        reward_workers=_reward_workers(config),
     )
 
 
@@ -277,6 +278,17 @@ def _transfer_queue_units(config: DictConfig) -> int:
     if str(_get(config, "transfer_queue.backend.storage_backend", "SimpleStorage")) != "SimpleStorage":
         return 1
     return 1 + _count(config, "transfer_queue.backend.SimpleStorage.num_data_storage_units", 8)
+
+
+def _reward_workers(config: DictConfig) -> int:
+    """Of the one reward manager whose workers start processes (experimental/reward_loop/reward_manager/remote.py)."""
+    manager = "reward.reward_manager"
+    if (
+        _get(config, f"{manager}.name", "naive") != "remote"
+        or _get(config, f"{manager}.source", "register") != "register"
+    ):
+        return 0
+    return _count(config, "reward.num_workers", 8)
 
 
 def _get(config: Any, key: str, default: Any) -> Any:

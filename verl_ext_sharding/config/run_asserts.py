@@ -31,6 +31,8 @@ def check_asserts(values: Mapping[str, Any], facts: JobFacts, placement: Placeme
         _check_shard_groups(role, values, facts, placement)
     for role, server in facts.servers.items():
         _check_server(role, server, values)
+    if facts.reward is None:
+        _check_pool_without_model(values)
     if facts.mode == "separate_async":
         _check_separate_async(values, facts)
 
@@ -92,6 +94,20 @@ def _check_server(role: str, server: ServerFacts, values: Mapping[str, Any]) -> 
             found="null",
             consequence="the run does not start",
             remedy="reward.reward_model.model_path=<its folder or name>, or reward.reward_model.enable=False",
+        )
+
+
+def _check_pool_without_model(values: Mapping[str, Any]) -> None:
+    """verl sizes the reward model's own pool whether there is a model or not (`_init_resource_pool_mgr`)."""
+    block = "reward.reward_model"
+    sizes = [values.get(f"{block}.{name}") or 0 for name in ("nnodes", "n_gpus_per_node")]
+    if values.get(f"{block}.enable_resource_pool") and min(sizes) <= 0:
+        raise ConfigError(
+            f"{block}.enable_resource_pool",
+            expected=f"False with {block}.enable=False, or a pool of {block}.nnodes and {block}.n_gpus_per_node",
+            found=f"True with {block}.nnodes={sizes[0]} {block}.n_gpus_per_node={sizes[1]}",
+            consequence="the run does not start",
+            remedy=f"{block}.enable_resource_pool=False",
         )
 
 

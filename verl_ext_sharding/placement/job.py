@@ -129,6 +129,7 @@ class JobFacts:
         actor_log_probs: The actor's engine computes log-probs of what was generated (not with rollout correction in
             bypass mode, unless the actor is the reference too).
         transfer_queue_units: Processes of TransferQueue that each hold a CPU, the controller included.
+        reward_workers: `reward.num_workers`, where each starts as many processes that score and hold a CPU; else 0.
     """
 
     num_nodes: int
@@ -146,6 +147,12 @@ class JobFacts:
     critic_warmup: int = 0
     actor_log_probs: bool = True
     transfer_queue_units: int = 0
+    reward_workers: int = 0
+
+    @property
+    def reward_cpus(self) -> int:
+        """CPUs of the processes that score."""
+        return self.reward_workers**2
 
     @property
     def servers(self) -> dict[str, ServerFacts]:
