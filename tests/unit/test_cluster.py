@@ -127,12 +127,12 @@ def no_run(*args, **kwargs):
 @pytest.fixture
 def gate(compose, monkeypatch):
     """`gate(nodes, *overrides)`: the error with which a job is stopped on these nodes, and the plan at that time."""
-    from verl_ext_sharding import cluster, driver
+    from verl_ext_sharding import cluster, driver, task_runner
 
     def stopped(nodes, *overrides, joins_ray=False):
         config = compose(*JOB, *overrides)
         monkeypatch.setattr(cluster, "free_resources", lambda: nodes)
-        gate = driver.TaskRunnerGate(no_run, driver.prepare(config), config, joins_ray=joins_ray)
+        gate = task_runner.TaskRunnerGate(no_run, driver.prepare(config), config, joins_ray=joins_ray)
         with pytest.raises(PlacementError) as caught:
             gate.options(name="runner").remote()
         return caught.value, gate
@@ -152,10 +152,10 @@ def test_the_driver_does_not_lower_a_count_that_the_user_wrote(gate):
 
 
 def test_the_driver_numbers_named_nodes_as_ray_reports_them(gate, monkeypatch):
-    from verl_ext_sharding import driver
+    from verl_ext_sharding import task_runner
 
     shown = []
-    monkeypatch.setattr(driver.render, "show_placement", shown.append)
+    monkeypatch.setattr(task_runner.render, "show_placement", shown.append)
     nodes = [
         NodeResources(name=name, num_devices=4, num_cpus=cpus) for name, cpus in (("10.0.0.1", 64), ("10.0.0.9", 8))
     ]
@@ -165,9 +165,9 @@ def test_the_driver_numbers_named_nodes_as_ray_reports_them(gate, monkeypatch):
 
 
 def test_a_key_that_contradicts_an_export_stops_the_job_before_ray_starts(compose, monkeypatch):
-    from verl_ext_sharding import driver
+    from verl_ext_sharding import task_runner
 
     monkeypatch.setenv(IB_DISABLE, "0")
     config = compose(*JOB, "sharding.communication.infiniband=False")
     with pytest.raises(ConfigError, match="NCCL_IB_DISABLE=0 exported"):
-        driver.launch(no_run, config, no_run)
+        task_runner.launch(no_run, config, no_run)
