@@ -7,7 +7,6 @@ run itself see the same. `task_runner` acts on it.
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -37,8 +36,6 @@ from verl_ext_sharding.placement.bundles import Layout, Placement, place
 from verl_ext_sharding.placement.device_map import LayerMap
 from verl_ext_sharding.placement.job import JobFacts
 from verl_ext_sharding.placement.table import PlacementTable, placement_table
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -226,15 +223,10 @@ def needed_keys(plan: Plan, placement: Placement) -> tuple[str, ...]:
 def _check_told_cpus(config: DictConfig, request: ShardingConfig, facts: JobFacts, placement: Placement) -> None:
     """As the cluster is checked, where the config says how many CPUs the Ray will have that verl starts itself, on one node."""
     num_cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus", default=None)
-    if (
-        num_cpus is None
-        or placement.topology.num_nodes > 1
-        or placement.reserved
-        or "RAY_OVERRIDE_RESOURCES" in os.environ
-    ):
+    if num_cpus is None or placement.topology.num_nodes > 1 or "RAY_OVERRIDE_RESOURCES" in os.environ:
         return
     count = whole_number("ray_kwargs.ray_init.num_cpus", num_cpus, instead=os.cpu_count() or 1)
-    node = resources.NodeResources(name="0", num_devices=placement.topology.num_devices, num_cpus=count)
+    node = resources.NodeResources(name="0", num_devices=sum(placement.group_sizes), num_cpus=count)
     fixed = request.placement.max_colocate_count is not None
     resources.check_cluster(placement, facts, [node], fixed=fixed)
 

@@ -198,3 +198,13 @@ def test_cpus_that_the_config_names_are_compared_before_ray_starts(planned, refu
     assert error.remedy.startswith("ray_kwargs.ray_init.num_cpus=14")
     planned(*four, "ray_kwargs.ray_init.num_cpus=16")
     planned(*four, "ray_kwargs.ray_init.num_cpus=8", "trainer.nnodes=2")  # Ray is joined there
+    pool = (
+        "reward.reward_model.enable=True",
+        "reward.reward_model.enable_resource_pool=True",
+        "reward.reward_model.nnodes=1",
+    )
+    pool += ("reward.reward_model.n_gpus_per_node=2", "reward.reward_model.rollout.tensor_model_parallel_size=1")
+    pool += ("reward.reward_model.rollout.name=vllm", "reward.reward_model.model_path=/models/reward")
+    error = refused(*four, *pool, "ray_kwargs.ray_init.num_cpus=12", "sharding.placement.max_colocate_count=3")
+    assert "reward 2" in error.expected
+    assert error.remedy.startswith("ray_kwargs.ray_init.num_cpus=20")

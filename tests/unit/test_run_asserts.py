@@ -79,6 +79,29 @@ def test_other_engines_have_no_such_groups(strategy, job):
     accept({KEYS["actor"]: 3}, job(engines={"actor": EngineFacts(strategy=strategy)}))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "remedy"),
+    [
+        ((4, 1), None),
+        ((2, 2), None),
+        ((1, 1), "_shard_size=4"),
+        ((-1, 1), "_shard_size=4"),
+        ((1, 2), "_shard_size=2"),
+        ((1, 3), "_shard_size=4 {}_replicate_size=1"),
+    ],
+    ids=str,
+)
+def test_shards_and_replicas_of_torchtitan_are_the_ranks_of_the_role(sizes, remedy, job):
+    block = "critic.torchtitan.data_parallel"
+    facts = job(engines={"critic": EngineFacts(strategy="torchtitan", model_parallel_size=2)}, devices=16)
+    values = dict(zip((f"{block}_shard_size", f"{block}_replicate_size"), sizes, strict=True))
+    devices = {"critic": "0-7"}
+    if remedy is None:
+        accept(values, facts, devices)
+    else:
+        assert refusal(values, facts, devices).remedy == f"{block}{remedy.format(block)}"
+
+
 # The trainer of separate_async
 
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"

@@ -1,4 +1,4 @@
-"""What verl or torch asserts of a PPO job only once its processes run: meshes of FSDP, and the trainer of separate_async."""
+"""What verl or torch asserts of a PPO job only once its processes run: meshes of engines, sizes of servers, separate_async."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def check_asserts(values: Mapping[str, Any], facts: JobFacts, placement: Placeme
     """
     for role in facts.engines:
         _check_shard_groups(role, values, facts, placement)
+        _check_torchtitan(role, values, facts, placement)
     for role, server in facts.servers.items():
         _check_server(role, server, values)
     if facts.reward is None:
@@ -63,6 +64,27 @@ def _check_shard_groups(role: str, values: Mapping[str, Any], facts: JobFacts, p
         found=f"{size}: {ranks % size} ranks would be in no group" if size else "0",
         consequence="the run does not start",
         remedy=f"{key}=-1 (one group of all)" + (f", or {key}={fitting}" if size else ""),
+    )
+
+
+def _check_torchtitan(role: str, values: Mapping[str, Any], facts: JobFacts, placement: Placement) -> None:
+    """Its mesh is all of the ranks (`ParallelDims`), and verl takes shards x replicas for the data-parallel size."""
+    engine = facts.engines[role]
+    block = f"{ENGINE_BLOCK[role].rpartition('.')[0]}.torchtitan.data_parallel"
+    shards, replicas = (values.get(f"{block}_{name}_size") for name in ("shard", "replicate"))
+    ranks = placement.processes_of(role) // engine.model_parallel_size
+    if engine.strategy != "torchtitan" or not isinstance(shards, int) or not isinstance(replicas, int):
+        return
+    if shards > 0 and shards * replicas == ranks:
+        return
+    kept = replicas if replicas > 0 and ranks % replicas == 0 else 1
+    other = f" {block}_replicate_size={kept}" if kept != replicas else ""
+    raise ConfigError(
+        f"{block}_shard_size",
+        expected=f"a size that makes {ranks} with {block}_replicate_size: {role} has {ranks} data-parallel ranks",
+        found=f"{shards} x {replicas}",
+        consequence="the run does not start",
+        remedy=f"{block}_shard_size={ranks // kept}{other}",
     )
 
 
