@@ -129,6 +129,12 @@ def test_the_first_thing_to_type_is_enough(overrides, planned, refused):
     planned(*(line for line in overrides if line.partition("=")[0] not in keys), *typed)
 
 
+def test_a_list_for_what_is_a_map_already_is_answered_with_the_text_that_takes_its_place(planned, refused):
+    before = "sharding.roles.critic.devices={node0:[0]}"
+    typed = choices(refused(before, "sharding.roles.critic.devices=[1,2]"))[0]
+    assert planned(before, *typed).placement.devices_of("critic") == (1, 2)
+
+
 def test_a_pool_of_its_own_for_rollout_can_be_typed_as_it_is_offered(planned, refused):
     lists = ("sharding.roles.actor.devices=0-3", "sharding.roles.rollout.devices=4-7")
     apart = refused(*lists).remedy.partition(": ")[2]
