@@ -26,7 +26,7 @@ ANSWER_TIMEOUT_S = 120.0
 
 def free_resources() -> list[NodeResources]:
     """Free GPUs and CPUs of each live node, in verl's order (by address)."""
-    available = ray._private.state.available_resources_per_node()
+    available = _available()
     nodes = []
     for node in _alive():
         free = available.get(node["NodeID"], {})
@@ -62,15 +62,15 @@ def inspect_nodes(
 
     Returns:
         One setting for each communication variable, which all nodes with devices for the job can live with. A head
-        without GPUs, or a node with fewer than the job's smallest group of devices, takes part in no collective.
+        without GPUs, or a node with fewer free ones than the job's smallest group has, takes part in no collective.
 
     Raises:
         ClusterError: A node differs from the driver, or could not answer in time.
         ConfigError: The user asks for what a node has not, or for a dtype or an attention that a role's device can't run.
     """
-    nodes = _alive()
+    nodes, available = _alive(), _available()
     smallest = min(run.placement.group_sizes)
-    joins = [_accelerators(node["Resources"]) >= smallest for node in nodes]
+    joins = [_accelerators(available.get(node["NodeID"], {})) >= smallest for node in nodes]
     answers = [
         _answer.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False),
@@ -118,6 +118,19 @@ def _check_devices(
 
 def _alive() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _available() -> dict[str, dict[str, float]]:
+    """Free resources by node id. Ray's client (`ray://`) can't read them itself, and asks a process of the cluster."""
+    if ray.util.client.ray.is_connected():
+        found: dict[str, dict[str, float]] = ray.get(_ask_available.remote(), timeout=ANSWER_TIMEOUT_S)
+        return found
+    return dict(ray._private.state.available_resources_per_node())
+
+
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator, unused-ignore]
+def _ask_available() -> dict[str, dict[str, float]]:
+    return dict(ray._private.state.available_resources_per_node())
 
 
 def _accelerators(resources: Mapping[str, float]) -> int:

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 _SAME_DEVICES = {"HIP_VISIBLE_DEVICES"}
 """Variables that verl compares with CUDA_VISIBLE_DEVICES where they are set (ROCm)."""
 
+_SHOW_ALL = "RAY_EXPERIMENTAL_NOSET_"
+"""How the variables begin that keep Ray from showing a process its own devices alone."""
+
 
 def load() -> None:
     """Registers everything for this process. Importing verl must be under way or done.
@@ -72,6 +75,8 @@ def show_devices() -> None:
     Ray shows a process the device of its bundle, and counts devices otherwise if the process is started with another
     value. So the value changes here, before CUDA starts: verl has asked whether there is a GPU by now, which goes by NVML
     in such a process (`envs.COUNT_BY_NVML`). The engine then makes sure that it can use each device.
+
+    Where Ray was told to show every device to each process, verl would pick one by its id, which counts all of them.
     """
     promised = os.environ.get(envs.BUNDLE)
     if promised:
@@ -81,6 +86,8 @@ def show_devices() -> None:
         if promise.visible:
             for variable in {promise.visible_variable, *_SAME_DEVICES & os.environ.keys()}:
                 os.environ[variable] = ",".join(promise.visible)
+            for variable in [name for name in os.environ if name.startswith(_SHOW_ALL)]:
+                del os.environ[variable]
 
 
 def _refuse_several_drivers() -> None:

@@ -88,6 +88,7 @@ def prepare(
 def _apply_request(
     config: DictConfig, explicit: Mapping[str, str], environ: Mapping[str, str], ranks: Ranks
 ) -> tuple[ShardingConfig, list[KeyChange]]:
+    cpu.check_device(config)
     _check_old_keys(config, explicit)
     check_switches(config)
     request = request_of(config)

@@ -134,9 +134,19 @@ def test_the_padded_batch_divides_by_the_ranks_of_the_reference(job):
     assert error.subject == BATCH
     assert "ref has 3 data-parallel ranks on devices" in error.expected
     assert "7 prompts x 1 responses = 7 samples in one update, padded by verl to 8" in error.found
-    assert "devices for ref" in error.remedy
+    assert error.remedy.endswith("sharding.roles.ref.devices=[0,1,2,3]")
+    accepted({"actor": [0], "ref": [0, 1, 2, 3]}, facts)
     accepted({"actor": [0], "ref": [1, 2, 3]}, typed(error, facts))
     accepted({"actor": [0], "ref": [1, 2, 3]}, replace(facts, train_batch_size=9))
+
+
+@pytest.mark.parametrize(("role", "mini"), [("critic", 24), ("critic", 10), ("ref", 28), ("ref", 25)])
+def test_the_devices_that_are_offered_suit_the_sizes_as_they_are(role, mini, job):
+    engines = {"actor": engine(mini), "ref": engine(), "critic": engine(mini)}
+    facts = job(devices=8, train_batch_size=mini, engines=engines)
+    error = refusal({"actor": [0], "critic": [0], "ref": [0], role: "1-7" if mini != 28 else "1-3"}, facts)
+    offered = error.remedy.partition(f"sharding.roles.{role}.devices=")[2].strip('"')
+    accepted({"actor": [0], "critic": [0], "ref": [0], role: offered}, facts)
 
 
 def test_with_lora_the_reference_has_no_ranks_to_check(job):

@@ -213,6 +213,12 @@ def test_rollout_may_state_the_list_of_the_actor(job):
     assert placement.devices_of("rollout") == (0, 2)
 
 
+@pytest.mark.parametrize("layouts", [{}, {"actor": "device_map"}], ids=str)
+def test_the_order_of_rollouts_list_does_not_matter(layouts, job):
+    placement = place({"actor": [2, 0], "rollout": [0, 2]}, job(), layouts=layouts)
+    assert placement.processes_of("rollout") == (1 if layouts else 2)
+
+
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
 def test_a_rollout_away_from_the_actor_is_refused_with_three_ways_out(mode, job):
     error = refusal({"actor": [0, 1], "rollout": [2, 3]}, job(mode=mode))
@@ -286,6 +292,16 @@ def test_a_role_has_one_process_where_its_layers_are_spread_and_one_for_each_dev
             assert pool.layout == layout
             assert placement.processes_of(role) == pool.num_processes == (1 if layout == "device_map" else len(asked))
             assert placement.devices_of(role) == pool.devices
+
+
+def test_the_places_of_a_spread_role_are_its_list_as_written(job):
+    placement = place({"critic": [3, 1]}, job(), layouts={"critic": "device_map"})
+    assert placement.devices_of("critic") == (3, 1)
+    assert placement.pool_of("critic").process_devices == (3,)
+
+
+def test_ranks_of_a_sharded_role_follow_the_devices_numbers(job):
+    assert place({"critic": [3, 1]}, job()).devices_of("critic") == (1, 3)
 
 
 def test_a_process_sits_on_the_first_device_of_its_role():

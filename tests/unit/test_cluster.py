@@ -19,10 +19,13 @@ ray = pytest.importorskip("ray")
 
 @pytest.fixture
 def settings_of(monkeypatch, tmp_path, job):
-    """`settings_of({"node": (resources, [rdma devices])}, config, **facts)`: what the nodes agree on."""
+    """`settings_of({"node": (resources, [rdma devices])}, config, **facts)`: what the nodes agree on.
+
+    `taken={"node": resources}`: what is left of a node that other jobs use.
+    """
     from verl_ext_sharding import cluster
 
-    def settings(machines, config=None, **facts):
+    def settings(machines, config=None, taken=None, **facts):
         placement = place({}, job(("actor",), **facts))
         run = RunSpec(placement=placement, bundle_cpus=3)
         folders = {}
@@ -52,6 +55,8 @@ def settings_of(monkeypatch, tmp_path, job):
             for name, (resources, _) in machines.items()
         ]
         monkeypatch.setattr(cluster, "_alive", lambda: alive)
+        free = {node["NodeID"]: (taken or {}).get(node["NodeManagerAddress"], node["Resources"]) for node in alive}
+        monkeypatch.setattr(cluster, "_available", lambda: free)
         monkeypatch.setattr(cluster, "_answer", Answer())
         monkeypatch.setattr(
             cluster, "ray", types.SimpleNamespace(get=lambda answers, timeout: answers, exceptions=ray.exceptions)
@@ -92,6 +97,20 @@ def test_a_node_with_fewer_devices_than_any_group_of_the_job_takes_no_part(setti
     assert settings_of({"c": (GPUS, ["mlx5_0"]), "d": (small, [])}, teacher=teacher)[IB_DISABLE] == "1"
 
 
+def test_a_node_whose_devices_another_job_holds_takes_no_part(settings_of):
+    machines = {"a": (GPUS, ["mlx5_0"]), "full": (GPUS, [])}
+    assert settings_of(machines, taken={"full": {"CPU": 60.0}})[IB_DISABLE] is None
+
+
+def test_a_client_of_ray_asks_a_process_of_the_cluster(monkeypatch):
+    from verl_ext_sharding import cluster
+
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    monkeypatch.setattr(cluster, "_ask_available", types.SimpleNamespace(remote=lambda: "question"))
+    monkeypatch.setattr(ray, "get", lambda asked, timeout: {asked: {"GPU": 1.0}})
+    assert cluster._available() == {"question": {"GPU": 1.0}}
+
+
 # Through the driver
 
 JOB = (
@@ -111,12 +130,12 @@ def no_run(*args, **kwargs):
 @pytest.fixture
 def gate(compose, monkeypatch):
     """`gate(nodes, *overrides)`: the error with which a job is stopped on these nodes, and the plan at that time."""
-    from verl_ext_sharding import cluster, driver
+    from verl_ext_sharding import cluster, driver, task_runner
 
     def stopped(nodes, *overrides, joins_ray=False):
         config = compose(*JOB, *overrides)
         monkeypatch.setattr(cluster, "free_resources", lambda: nodes)
-        gate = driver.TaskRunnerGate(no_run, driver.prepare(config), config, joins_ray=joins_ray)
+        gate = task_runner.TaskRunnerGate(no_run, driver.prepare(config), config, joins_ray=joins_ray)
         with pytest.raises(PlacementError) as caught:
             gate.options(name="runner").remote()
         return caught.value, gate
@@ -136,10 +155,10 @@ def test_the_driver_does_not_lower_a_count_that_the_user_wrote(gate):
 
 
 def test_the_driver_numbers_named_nodes_as_ray_reports_them(gate, monkeypatch):
-    from verl_ext_sharding import driver
+    from verl_ext_sharding import task_runner
 
     shown = []
-    monkeypatch.setattr(driver.render, "show_placement", shown.append)
+    monkeypatch.setattr(task_runner.render, "show_placement", shown.append)
     nodes = [
         NodeResources(name=name, num_devices=4, num_cpus=cpus) for name, cpus in (("10.0.0.1", 64), ("10.0.0.9", 8))
     ]
@@ -149,9 +168,9 @@ def test_the_driver_numbers_named_nodes_as_ray_reports_them(gate, monkeypatch):
 
 
 def test_a_key_that_contradicts_an_export_stops_the_job_before_ray_starts(compose, monkeypatch):
-    from verl_ext_sharding import driver
+    from verl_ext_sharding import task_runner
 
     monkeypatch.setenv(IB_DISABLE, "0")
     config = compose(*JOB, "sharding.communication.infiniband=False")
     with pytest.raises(ConfigError, match="NCCL_IB_DISABLE=0 exported"):
-        driver.launch(no_run, config, no_run)
+        task_runner.launch(no_run, config, no_run)

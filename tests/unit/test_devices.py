@@ -24,7 +24,7 @@ def refusal(spec, topology=ONE_NODE):
         (2, (2,)),
         ([2, 3], (2, 3)),
         ((0, 2), (0, 2)),
-        ([3, 1], (1, 3)),
+        ([3, 1], (3, 1)),
         ("2", (2,)),
         ("2-3", (2, 3)),
         ("2 - 3", (2, 3)),
@@ -68,12 +68,16 @@ def test_every_form_of_a_device_list_is_read(spec, numbers):
         ({"node1": "0-1"}, (4, 5)),
         ({"node1": 3}, (7,)),
         ({"node0": "cuda:3", "node1": "second_half"}, (3, 6, 7)),
-        ({"node1": [1], "node0": [2]}, (2, 5)),
+        ({"node1": [1], "node0": [2]}, (5, 2)),
     ],
     ids=str,
 )
 def test_numbers_count_over_the_job_and_a_map_uses_the_numbers_of_each_node(spec, numbers):
     assert parse_devices(spec, TWO_NODES, key=KEY) == numbers
+
+
+def test_numbers_keep_the_order_in_which_they_are_written():
+    assert parse_devices([3, "0-1"], ONE_NODE, key=KEY) == (3, 0, 1)
 
 
 def test_two_devices_have_halves_of_one():
@@ -232,14 +236,44 @@ def test_a_node_that_is_not_there_is_refused_with_the_nodes_that_are(name):
     assert error.subject == KEY
     assert "node0, node1" in error.expected
     assert error.found == name
-    meant = {"nod0": "node0 in place of nod0", "0": "node0 in place of 0", "NODE0": "node0 in place of NODE0"}
-    has = "trainer.nnodes=2 has node0 to node1"
-    assert error.remedy == meant.get(name, f"trainer.nnodes=3, since {has}" if name == "node2" else has)
+    more = ", or trainer.nnodes=3 where there are as many nodes" if name == "node2" else ""
+    assert error.remedy == f"'{KEY}={{node0:[0]}}'{more}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        ({"node0": [0], "host-a": "2-3"}, f"""'{KEY}={{node0:[0],node1:"2-3"}}'"""),
+        ({"nod1": ["cuda:2", 3]}, f"""'{KEY}={{node1:["cuda:2",3]}}'"""),
+        ({"node0": [0], "node1": [0], "node7": [0]}, "trainer.nnodes=8 where there are as many nodes"),
+        ({"node0": [0], "node1": [0], "host-a": [0]}, "trainer.nnodes=3 where there are as many nodes"),
+    ],
+    ids=str,
+)
+def test_a_node_that_is_not_there_is_answered_with_the_whole_map_to_type(spec, remedy):
+    assert refusal(spec, TWO_NODES).remedy == remedy
+
+
+def test_a_map_as_text_is_answered_with_the_map():
+    text = "{node0:[0,1],node1:[0]}"
+    assert refusal(text, TWO_NODES).remedy == f"'{KEY}={text}'"
 
 
 @pytest.mark.parametrize(
     ("spec", "meant"),
-    [("ALL", "all"), ("0 1", "[0,1]"), (["gpu3"], "[3]"), ('"2-3"', "[2,3]"), ([2.0], "[2]"), ("policy", "[0]")],
+    [
+        ("ALL", "all"),
+        ("0 1", "[0,1]"),
+        ("1,", "[1]"),
+        (["gpu3"], "[3]"),
+        ('"2-3"', "[2,3]"),
+        ([2.0], "[2]"),
+        ("policy", "[0]"),
+        ("", "null"),
+        ("None", "null"),
+        ("auto", "null"),
+        ("node1: 0-3", '{node1:"0-3"}'),
+    ],
     ids=str,
 )
 def test_what_can_not_be_read_is_answered_with_what_it_seems_to_mean(spec, meant):
@@ -251,7 +285,12 @@ def test_a_map_with_a_number_of_another_node_is_refused_with_the_numbers_of_this
     error = refusal({"node1": spec}, TWO_NODES)
     assert error.subject == f"{KEY}.node1"
     assert "0 to 3" in error.expected
-    assert "own numbers" in error.remedy
+    meant = {
+        "[4]": "'{}={{node1:[all]}}', or trainer.n_gpus_per_node=5",
+        "2-5": "'{}={{node1:[2,3]}}', or trainer.n_gpus_per_node=6",
+    }
+    expected = meant.get(str(spec), "'{}={{node1:[all]}}'").format(KEY)
+    assert error.remedy.removesuffix(" where the nodes have as many") == expected
 
 
 def test_a_device_reached_by_number_and_by_address_counts_as_named_twice():

@@ -303,6 +303,38 @@ def test_dynamic_batches_are_those_of_each_roles_own_switch(facts):
         assert [name for name, engine in engines.items() if engine.dynamic_batches] == [role]
 
 
+@pytest.mark.parametrize(
+    ("engine", "sizes", "expected"),
+    [
+        ("megatron", ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"], (1, 1)),
+        ("megatron", ["expert_model_parallel_size=4", "tensor_model_parallel_size=2"], (4, 8)),
+        (
+            "megatron",
+            ["expert_model_parallel_size=4", "tensor_model_parallel_size=2", "expert_tensor_parallel_size=1"],
+            (4, 4),
+        ),
+        ("megatron", ["expert_model_parallel_size=4", "pipeline_model_parallel_size=2"], (4, 8)),
+        ("veomni", ["expert_parallel_size=4", "ulysses_parallel_size=2"], (4, 4)),
+    ],
+)
+def test_experts_take_their_parts_times_their_tensor_parallelism_times_the_pipeline(engine, sizes, expected, facts):
+    actor = facts(*(f"actor_rollout_ref.actor.{engine}.{size}" for size in sizes), engine=engine).engines["actor"]
+    assert (actor.expert_parallel_size, actor.expert_ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "cpus"),
+    [
+        ([], 0),
+        (["reward.reward_manager.name=remote"], 64),
+        (["reward.reward_manager.name=remote", "reward.num_workers=3"], 9),
+        (["reward.reward_manager.name=remote", "reward.reward_manager.source=importlib"], 0),
+    ],
+)
+def test_one_reward_manager_holds_a_cpu_for_each_of_its_workers_in_each_of_them(settings, cpus, facts):
+    assert facts(*settings).reward_cpus == cpus
+
+
 # Modes and servers
 
 

@@ -1,6 +1,6 @@
 """Who may import whom, at module level: read from the sources, nothing is imported.
 
-errors, envs, versions  <-  placement  <-  config  <-  driver, cli        no torch, ray or verl
+errors, envs, versions  <-  placement  <-  config  <-  driver  <-  task_runner, cli    no torch, ray or verl
                         <-  patching  <-  patch_points                    wrapt alone
                         <-  training                                      torch, but neither ray nor verl
 engines, workers, rollout, platforms                                      verl and all of these
@@ -115,7 +115,9 @@ def test_config_needs_no_more_than_omegaconf_and_hydra(module):
     assert packages(module) <= allowed
 
 
-@pytest.mark.parametrize("module", modules("driver.py", "sft.py", "launchers.py", "communication/*.py", "demo/*.py"))
+@pytest.mark.parametrize(
+    "module", modules("driver.py", "task_runner.py", "sft.py", "launchers.py", "communication/*.py", "demo/*.py")
+)
 def test_what_runs_before_ray_starts_imports_no_torch_ray_or_verl(module):
     assert not packages(module) & HEAVY
 

@@ -16,6 +16,48 @@ EIGHT = ("trainer.n_gpus_per_node=8", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor
 LONG = (f"{ACTOR}.use_dynamic_bsz=True", "data.max_prompt_length=8192", "data.max_response_length=32768")
 
 
+MEGATRON = ("model_engine=megatron", f"{ACTOR}.megatron.expert_model_parallel_size=8")
+APART = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.disaggregation.enabled=True")
+PARALLEL = [
+    (*MEGATRON, f"{ACTOR}.megatron.pipeline_model_parallel_size=2"),
+    (*MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=2"),
+    (*MEGATRON, f"{ACTOR}.megatron.expert_tensor_parallel_size=16"),
+    (f"{ROLLOUT}.data_parallel_size=16",),
+    (f"{ROLLOUT}.data_parallel_size=3", f"{ROLLOUT}.tensor_model_parallel_size=3"),
+    (f"{ROLLOUT}.pipeline_model_parallel_size=2",),
+    (f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=3"),
+    (*APART, f"{ROLLOUT}.disaggregation.decode_replicas=2"),
+    (*APART, f"{ROLLOUT}.tensor_model_parallel_size=8"),
+    (*APART, f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=1"),
+    (*APART, "trainer.n_gpus_per_node=4", "trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=4"),
+    (*APART, f"{ROLLOUT}.disaggregation.prefill_replicas=3"),
+    (*APART, f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.disaggregation.decode_replicas=1"),
+    (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.disaggregation.enabled=True"),
+]
+LISTS = [
+    ("sharding.roles.critic.devices=auto",),
+    ("sharding.roles.critic.devices={gpu01:[0,1]}",),
+    ("sharding.roles.critic.devices='{node0:[0,1]}'",),
+    ("sharding.roles.critic.devices={node0:[0,1,9]}",),
+    ("sharding.roles.critic.devices='node0:0-3'",),
+    (
+        "trainer.nnodes=2",
+        "sharding.roles.actor.devices={node0:[0,1,2],node1:[0]}",
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+    ),
+    (
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.nnodes=2",
+        "sharding.roles.actor.devices='6-9'",
+        f"{ROLLOUT}.nnodes=1",
+        f"{ROLLOUT}.n_gpus_per_node=4",
+        f"{ROLLOUT}.tensor_model_parallel_size=4",
+        f"{ROLLOUT}.checkpoint_engine.backend=nccl",
+    ),
+]
+"""Each is refused, and with the first thing that the refusal says to type it is planned."""
+
+
 @pytest.fixture
 def planned(compose):
     """Plans a job of eight devices."""
@@ -76,11 +118,28 @@ def choices(error):
         (f"{ACTOR}.use_kl_loss=no",),
         (f"{ROLLOUT}.mode=sync",),
         (f"{ROLLOUT}.name=vLLM",),
+        *PARALLEL,
+        *LISTS,
     ],
     ids=" ".join,
 )
 def test_the_first_thing_to_type_is_enough(overrides, planned, refused):
-    planned(*overrides, *choices(refused(*overrides))[0])
+    typed = choices(refused(*overrides))[0]
+    keys = {line.partition("=")[0] for line in typed if "{" in line or "[" in line}  # a list is typed in place of a map
+    planned(*(line for line in overrides if line.partition("=")[0] not in keys), *typed)
+
+
+def test_a_list_for_what_is_a_map_already_is_answered_with_the_text_that_takes_its_place(planned, refused):
+    before = "sharding.roles.critic.devices={node0:[0]}"
+    typed = choices(refused(before, "sharding.roles.critic.devices=[1,2]"))[0]
+    assert planned(before, *typed).placement.devices_of("critic") == (1, 2)
+
+
+def test_a_pool_of_its_own_for_rollout_can_be_typed_as_it_is_offered(planned, refused):
+    lists = ("sharding.roles.actor.devices=0-3", "sharding.roles.rollout.devices=4-7")
+    apart = refused(*lists).remedy.partition(": ")[2]
+    plan = planned(*lists, *shlex.split(apart))
+    assert plan.placement.reserved == {"rollout": (1,) * 4}
 
 
 def test_each_sequence_parallel_size_that_is_offered_runs(planned, refused, tmp_path):
@@ -145,3 +204,13 @@ def test_cpus_that_the_config_names_are_compared_before_ray_starts(planned, refu
     assert error.remedy.startswith("ray_kwargs.ray_init.num_cpus=14")
     planned(*four, "ray_kwargs.ray_init.num_cpus=16")
     planned(*four, "ray_kwargs.ray_init.num_cpus=8", "trainer.nnodes=2")  # Ray is joined there
+    pool = (
+        "reward.reward_model.enable=True",
+        "reward.reward_model.enable_resource_pool=True",
+        "reward.reward_model.nnodes=1",
+    )
+    pool += ("reward.reward_model.n_gpus_per_node=2", "reward.reward_model.rollout.tensor_model_parallel_size=1")
+    pool += ("reward.reward_model.rollout.name=vllm", "reward.reward_model.model_path=/models/reward")
+    error = refused(*four, *pool, "ray_kwargs.ray_init.num_cpus=12", "sharding.placement.max_colocate_count=3")
+    assert "reward 2" in error.expected
+    assert error.remedy.startswith("ray_kwargs.ray_init.num_cpus=20")

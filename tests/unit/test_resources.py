@@ -350,3 +350,32 @@ def test_storage_units_are_what_is_asked_for_or_what_fits_and_at_least_one(free,
 def test_one_cpu_is_enough_for_a_queue_that_keeps_no_units(job):
     facts = job(devices=4, transfer_queue_units=1)
     assert check_cluster(place({}, facts), facts, nodes((4, 13))) == 3
+
+
+# Processes that score
+
+
+def test_processes_that_score_need_cpus_beside_the_bundles(job):
+    facts = job(devices=4, reward_workers=4)
+    assert check_cluster(place({}, facts), facts, nodes((4, 30))) == 3
+    error = cluster_refusal(facts, nodes((4, 18)))
+    assert error.expected.startswith("22 CPUs")
+    assert "16 for reward.reward_manager.name=remote" in error.expected
+    cpus, workers = (number_after(key, error.remedy) for key in ("ray_init.num_cpus", "reward.num_workers"))
+    assert check_cluster(place({}, facts), facts, nodes((4, cpus))) == 1
+    fewer = job(devices=4, reward_workers=workers)
+    assert check_cluster(place({}, fewer), fewer, nodes((4, 18))) == 1
+
+
+def test_each_node_has_its_part_of_the_processes_that_score(job):
+    facts = job(nodes=2, devices=4, reward_workers=4)
+    assert check_cluster(place({}, facts), facts, nodes((4, 22), (4, 22))) == 3
+    assert check_cluster(place({}, facts), facts, nodes((4, 12), (4, 80))) == 1
+    error = refused(place({}, facts, colocate_count=3), facts, nodes((4, 12), (4, 80)), fixed=True)
+    assert error.subject == "CPUs of the cluster"
+    assert error.remedy.endswith("max_colocate_count=1, or reward.num_workers=1")
+
+
+def test_storage_units_leave_cpus_to_processes_that_score(job):
+    facts = job(devices=4, reward_workers=2)
+    assert storage_units_that_fit(place({}, facts), facts, nodes((4, 21)), 3) == 4

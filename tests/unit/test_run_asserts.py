@@ -79,6 +79,29 @@ def test_other_engines_have_no_such_groups(strategy, job):
     accept({KEYS["actor"]: 3}, job(engines={"actor": EngineFacts(strategy=strategy)}))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "remedy"),
+    [
+        ((4, 1), None),
+        ((2, 2), None),
+        ((1, 1), "_shard_size=4"),
+        ((-1, 1), "_shard_size=4"),
+        ((1, 2), "_shard_size=2"),
+        ((1, 3), "_shard_size=4 {}_replicate_size=1"),
+    ],
+    ids=str,
+)
+def test_shards_and_replicas_of_torchtitan_are_the_ranks_of_the_role(sizes, remedy, job):
+    block = "critic.torchtitan.data_parallel"
+    facts = job(engines={"critic": EngineFacts(strategy="torchtitan", model_parallel_size=2)}, devices=16)
+    values = dict(zip((f"{block}_shard_size", f"{block}_replicate_size"), sizes, strict=True))
+    devices = {"critic": "0-7"}
+    if remedy is None:
+        accept(values, facts, devices)
+    else:
+        assert refusal(values, facts, devices).remedy == f"{block}{remedy.format(block)}"
+
+
 # The trainer of separate_async
 
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
@@ -101,6 +124,37 @@ def apart(job):
 
 def test_a_job_as_verl_wants_it_is_accepted(apart):
     accept({BACKEND: "nccl"}, apart())
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "refused"),
+    [
+        ("vllm", {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size"),
+        ("own", {"pipeline_model_parallel_size": 2}, None),
+        ("vllm", {"expert_parallel_size": 4, "tensor_model_parallel_size": 2}, "expert_parallel_size"),
+        ("vllm", {"expert_parallel_size": 4, "tensor_model_parallel_size": 2, "data_parallel_size": 2}, None),
+        ("trtllm", {"expert_parallel_size": 4, "tensor_model_parallel_size": 8}, None),
+    ],
+    ids=str,
+)
+def test_parallel_sizes_that_a_backend_has_not_are_refused(name, values, refused, job):
+    facts = job(("actor",), devices=8, rollout=ServerFacts(name=name, block="rollout"))
+    values = {f"rollout.{key}": value for key, value in values.items()}
+    if refused is None:
+        accept(values, facts)
+    else:
+        assert refusal(values, facts).subject == f"rollout.{refused}"
+
+
+@pytest.mark.parametrize(("nodes", "refused"), [(0, True), (None, True), (1, False)])
+def test_a_pool_without_devices_is_refused_where_it_has_no_reward_model_either(nodes, refused, job):
+    block = "reward.reward_model"
+    values = {f"{block}.enable_resource_pool": True, f"{block}.nnodes": nodes, f"{block}.n_gpus_per_node": 8}
+    if refused:
+        assert refusal(values, job()).remedy == f"{block}.enable_resource_pool=False"
+    else:
+        accept(values, job())
+    accept(values | {f"{block}.enable_resource_pool": False}, job())
 
 
 @pytest.mark.parametrize(("batch", "other"), [(48, f", or {MINI}=12"), (50, "")])

@@ -132,6 +132,27 @@ def test_without_a_hybrid_rollout_the_actors_devices_serve_nothing(job):
     check_job(place({"actor": [0, 1, 2]}, facts), facts)
 
 
+def test_a_server_that_prefills_apart_lies_on_one_node(job):
+    server = ServerFacts(name="vllm", ranks_per_replica=8, decoders=(3, 2), tensor_parallel_size=2, block="rollout")
+    facts = job(("actor",), nodes=2, devices=4, rollout=server)
+    assert "rollout.disaggregation.decode_replicas=1" in job_refusal({}, facts).remedy
+    check_job(
+        place({}, replace(facts, rollout=replace(server, decoders=None))),
+        replace(facts, rollout=replace(server, decoders=None)),
+    )
+
+
+@pytest.mark.parametrize(("own", "accepted"), [(4, False), (2, True), (1, True)])
+def test_in_separate_async_the_actors_servers_span_nodes_by_the_key_of_rollouts_own_pool(own, accepted, job):
+    server = ServerFacts(name="vllm", ranks_per_replica=4, own_nodes=(own,) * (8 // own))
+    facts = job(("actor",), nodes=2, devices=4, mode="separate_async", rollout=server)
+    if accepted:
+        check_job(place({"actor": "2-5"}, facts), facts)
+    else:
+        error = job_refusal({"actor": "2-5"}, facts)
+        assert error.remedy == f"{OWN['rollout']}.n_gpus_per_node=2 {OWN['rollout']}.nnodes=4"
+
+
 # Pools that verl reserves by itself
 
 OWN = {

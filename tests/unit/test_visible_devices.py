@@ -96,6 +96,16 @@ def test_the_variable_of_rocm_follows_where_it_is_set(before, after, promised, m
     assert os.environ.get("HIP_VISIBLE_DEVICES") == after
 
 
+@pytest.mark.parametrize(("visible", "kept"), [(("2", "0"), False), ((), True)], ids=["several", "one"])
+def test_verl_picks_no_device_by_its_id_among_those_that_are_shown(visible, kept, promised, monkeypatch):
+    names = [f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES" for kind in ("CUDA", "HIP")]
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    promised(promise(*visible))
+    loading.show_devices()
+    assert [name in os.environ for name in names] == [kept, kept]
+
+
 _LOADED = f"""
 import json, os, sys
 before = os.environ["{VISIBLE}"]

@@ -42,13 +42,18 @@ _PRECISION = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp
 
 
 def is_cpu(config: DictConfig) -> bool:
-    """Whether the run asks for the CPU.
+    """Whether the run asks for the CPU."""
+    return _device(config) == "cpu"
+
+
+def check_device(config: DictConfig) -> None:
+    """Refuses the CPU by a name that verl does not know, before verl puts the accelerator's in its place.
 
     Raises:
-        ConfigError: It does, by a name that verl does not know.
+        ConfigError: `trainer.device` is such a name.
     """
-    device = str(OmegaConf.select(config, "trainer.device", default="cuda"))
-    if device != "cpu" and device.lower().partition(":")[0] == "cpu":
+    device = _device(config)
+    if device != "cpu" and device.strip().lower().partition(":")[0] == "cpu":
         raise ConfigError(
             "trainer.device",
             expected="cpu, without a number",
@@ -56,7 +61,10 @@ def is_cpu(config: DictConfig) -> bool:
             consequence="the run does not start, since verl would take it for an accelerator",
             remedy="trainer.device=cpu",
         )
-    return device == "cpu"
+
+
+def _device(config: DictConfig) -> str:
+    return str(OmegaConf.select(config, "trainer.device", default="cuda"))
 
 
 def changes(config: DictConfig, facts: JobFacts, placement: Placement) -> Iterator[KeyChange]:
@@ -82,20 +90,31 @@ def changes(config: DictConfig, facts: JobFacts, placement: Placement) -> Iterat
 
 def _ray(config: DictConfig, facts: JobFacts, placement: Placement) -> Iterator[KeyChange]:
     """Logical devices, and CPUs for their bundles, where verl will start a Ray of one node itself."""
-    if placement.topology.num_nodes > 1 or "RAY_OVERRIDE_RESOURCES" in os.environ or finds_ray():
+    if placement.topology.num_nodes > 1 or "RAY_OVERRIDE_RESOURCES" in os.environ or finds_ray(config):
         return
     needed = placement.topology.num_devices * placement.colocate_count + facts.transfer_queue_units + 4
+    needed += facts.reward_cpus
     yield KeyChange(key="ray_kwargs.ray_init.num_gpus", new=placement.topology.num_devices, why=_WHY, default=True)
     if OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus", default=None) is None:
         num_cpus = math.ceil(max(needed, os.cpu_count() or 1))
         yield KeyChange(key="ray_kwargs.ray_init.num_cpus", new=num_cpus, why=_WHY, default=True)
 
 
-def finds_ray() -> bool:
-    """Whether `ray.init` would join a cluster that is there already, and so refuse to be told its resources."""
+def finds_ray(config: DictConfig) -> bool:
+    """Whether `ray.init` would join a cluster that is there already, and so refuse to be told its resources.
+
+    Args:
+        config: verl's composed config, whose `ray_kwargs.ray_init.address` wins over `RAY_ADDRESS`.
+    """
     import ray
 
-    return ray.is_initialized() or ray._private.services.canonicalize_bootstrap_address(None) is not None
+    address = OmegaConf.select(config, "ray_kwargs.ray_init.address", default=None)
+    if ray.is_initialized() or "://" in (address or os.environ.get("RAY_ADDRESS", "")):
+        return True
+    try:
+        return ray._private.services.canonicalize_bootstrap_address(address) is not None
+    except ConnectionError:  # "auto", and there is none: `ray.init` says so
+        return True
 
 
 def check(config: DictConfig, explicit: Mapping[str, str]) -> None:

@@ -13,7 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, MODEL_BLOCK
 from verl_ext_sharding.config.values import whole_number
 from verl_ext_sharding.errors import ConfigError, did_you_mean
-from verl_ext_sharding.placement.job import MODEL_PARALLEL, EngineFacts, JobFacts, MicroBatch, ServerFacts
+from verl_ext_sharding.placement.job import (
+    EXPERT_PARALLEL,
+    MODEL_PARALLEL,
+    EngineFacts,
+    JobFacts,
+    MicroBatch,
+    ServerFacts,
+)
 
 _ULYSSES = "ulysses_sequence_parallel_size"
 
@@ -65,6 +72,7 @@ def job_facts(config: DictConfig) -> JobFacts:
         critic_warmup=_count(config, "trainer.critic_warmup", 0, at_least=0, required=True),
         actor_log_probs=_actor_log_probs(config),
         transfer_queue_units=_transfer_queue_units(config),
+        reward_workers=_reward_workers(config),
     )
 
 
@@ -105,6 +113,7 @@ def _engine(config: DictConfig, role: str, worker: str, *, trains: bool = True) 
     sequence = tuple(f"{block}.{strategy}.{name}" for name in names[:1]) or _ulysses_keys(config, role, block)
     sequence_parallel = _count(config, sequence[0], 1)
     others = math.prod(_count(config, f"{block}.{strategy}.{name}", 1) for name in names[1:])
+    expert_parallel, expert_ranks = _experts(config, f"{block}.{strategy}", strategy)
     return EngineFacts(
         strategy=strategy,
         model_parallel_size=sequence_parallel * others,
@@ -114,7 +123,22 @@ def _engine(config: DictConfig, role: str, worker: str, *, trains: bool = True) 
         dynamic_batches=bool(_get(config, f"{block}.{'log_prob_' if role == 'ref' else ''}use_dynamic_bsz", False)),
         sequence_parallel_size=sequence_parallel,
         sequence_parallel_keys=sequence,
+        expert_parallel_size=expert_parallel,
+        expert_ranks=expert_ranks,
     )
+
+
+def _experts(config: DictConfig, block: str, strategy: str) -> tuple[int, int]:
+    """Parts of the experts, and ranks of one copy of them; without parts there are none that are not the model's."""
+    names = EXPERT_PARALLEL.get(strategy)
+    parts = _count(config, f"{block}.{names[0]}", 1) if names else 1
+    if names is None or parts == 1:
+        return 1, 1
+    tensor = 1
+    if strategy == "megatron":
+        tensor = _count(config, f"{block}.tensor_model_parallel_size", 1)
+        tensor = _count(config, f"{block}.expert_tensor_parallel_size", tensor)
+    return parts, parts * tensor * math.prod(_count(config, f"{block}.{name}", 1) for name in names[1:])
 
 
 def _ulysses_keys(config: DictConfig, role: str, block: str) -> tuple[str, ...]:
@@ -200,18 +224,21 @@ def critic_engine(strategy: str) -> str:
 
 def _server(config: DictConfig, block: str, own_nodes: tuple[int, ...] | None = None) -> ServerFacts:
     tensor = ranks = _count(config, f"{block}.tensor_model_parallel_size", _TENSOR_PARALLEL)
+    decoders = None
     if _get(config, f"{block}.disaggregation.enabled", False):  # one replica prefills and decodes (llm_server.py)
         decode = _count(config, f"{block}.disaggregation.decode_tensor_model_parallel_size", tensor)
-        ranks = tensor * _count(config, f"{block}.disaggregation.prefill_replicas", 1)
-        ranks += decode * _count(config, f"{block}.disaggregation.decode_replicas", 1)
-    for size in ("data_parallel_size", "pipeline_model_parallel_size"):
-        ranks *= _count(config, f"{block}.{size}", 1)
+        decoders = _count(config, f"{block}.disaggregation.decode_replicas", 1), decode
+        ranks = tensor * _count(config, f"{block}.disaggregation.prefill_replicas", 1) + math.prod(decoders)
+    data = _count(config, f"{block}.data_parallel_size", 1)
+    ranks *= data * _count(config, f"{block}.pipeline_model_parallel_size", 1)
     return ServerFacts(
         name=str(_get(config, f"{block}.name", None) or "unset"),
         ranks_per_replica=ranks,
         own_nodes=own_nodes,
         tensor_parallel_size=tensor,
         block=block,
+        data_parallel_size=data,
+        decoders=decoders,
     )
 
 
@@ -251,6 +278,17 @@ def _transfer_queue_units(config: DictConfig) -> int:
     if str(_get(config, "transfer_queue.backend.storage_backend", "SimpleStorage")) != "SimpleStorage":
         return 1
     return 1 + _count(config, "transfer_queue.backend.SimpleStorage.num_data_storage_units", 8)
+
+
+def _reward_workers(config: DictConfig) -> int:
+    """Of the one reward manager whose workers start processes (experimental/reward_loop/reward_manager/remote.py)."""
+    manager = "reward.reward_manager"
+    if (
+        _get(config, f"{manager}.name", "naive") != "remote"
+        or _get(config, f"{manager}.source", "register") != "register"
+    ):
+        return 0
+    return _count(config, "reward.num_workers", 8)
 
 
 def _get(config: Any, key: str, default: Any) -> Any:

@@ -42,7 +42,7 @@ def _explain_one(override: Any, config: DictConfig, switched_on: bool) -> Config
     key, value = override.key_or_group, override.value()
     path, name, known = _first_missing(config, key, value)
     if name is None:
-        return _wrong_value(key, value) if key.startswith("sharding.") else None
+        return _wrong_value(key, value) or _list_for_map(key, value, config) if key.startswith("sharding.") else None
     missing, close = f"{path}.{name}" if path else name, did_you_mean(name, known)
     if path == "trainer.plugin" or (close is None and _switches_on(name, value)):
         return _no_switch(key)
@@ -62,6 +62,21 @@ def _wrong_value(key: str, value: Any) -> ConfigError | None:
     except ConfigError as error:
         return error
     return None
+
+
+def _list_for_map(key: str, value: Any, config: DictConfig) -> ConfigError | None:
+    """OmegaConf merges a map of a yaml file or an earlier override with no list; a text takes its place."""
+    before = OmegaConf.select(config, key, default=None)
+    if not isinstance(before, DictConfig) or not isinstance(value, list):
+        return None
+    text = f"[{','.join(map(str, value))}]"
+    return ConfigError(
+        key,
+        expected=f"the list as text, since {key} is a map already, which a list can't replace",
+        found=text,
+        consequence="the run does not start",
+        remedy=f"'{key}=\"{text}\"'",
+    )
 
 
 def _misspelt(wrong: str, right: str, line: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""What verl or torch asserts of a PPO job only once its processes run: meshes of FSDP, and the trainer of separate_async."""
+"""What verl or torch asserts of a PPO job only once its processes run: meshes of engines, sizes of servers, separate_async."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def check_asserts(values: Mapping[str, Any], facts: JobFacts, placement: Placeme
     """
     for role in facts.engines:
         _check_shard_groups(role, values, facts, placement)
+        _check_torchtitan(role, values, facts, placement)
     for role, server in facts.servers.items():
         _check_server(role, server, values)
+    if facts.reward is None:
+        _check_pool_without_model(values)
     if facts.mode == "separate_async":
         _check_separate_async(values, facts)
 
@@ -64,6 +67,27 @@ def _check_shard_groups(role: str, values: Mapping[str, Any], facts: JobFacts, p
     )
 
 
+def _check_torchtitan(role: str, values: Mapping[str, Any], facts: JobFacts, placement: Placement) -> None:
+    """Its mesh is all of the ranks (`ParallelDims`), and verl takes shards x replicas for the data-parallel size."""
+    engine = facts.engines[role]
+    block = f"{ENGINE_BLOCK[role].rpartition('.')[0]}.torchtitan.data_parallel"
+    shards, replicas = (values.get(f"{block}_{name}_size") for name in ("shard", "replicate"))
+    ranks = placement.processes_of(role) // engine.model_parallel_size
+    if engine.strategy != "torchtitan" or not isinstance(shards, int) or not isinstance(replicas, int):
+        return
+    if shards > 0 and shards * replicas == ranks:
+        return
+    kept = replicas if replicas > 0 and ranks % replicas == 0 else 1
+    other = f" {block}_replicate_size={kept}" if kept != replicas else ""
+    raise ConfigError(
+        f"{block}_shard_size",
+        expected=f"a size that makes {ranks} with {block}_replicate_size: {role} has {ranks} data-parallel ranks",
+        found=f"{shards} x {replicas}",
+        consequence="the run does not start",
+        remedy=f"{block}_shard_size={ranks // kept}{other}",
+    )
+
+
 def _check_server(role: str, server: ServerFacts, values: Mapping[str, Any]) -> None:
     """As `RolloutConfig.__post_init__` (workers/config/rollout.py), and as the registries of backends know their names."""
     name, mode = f"{server.block}.name", f"{server.block}.mode"
@@ -84,6 +108,7 @@ def _check_server(role: str, server: ServerFacts, values: Mapping[str, Any]) -> 
             consequence="the run does not start",
             remedy=f"{name}={close}",
         )
+    _check_parallel_sizes(server, values)
     if role == "reward" and values.get("reward.reward_model.model_path") is None:
         raise ConfigError(
             "reward.reward_model.model_path",
@@ -91,6 +116,49 @@ def _check_server(role: str, server: ServerFacts, values: Mapping[str, Any]) -> 
             found="null",
             consequence="the run does not start",
             remedy="reward.reward_model.model_path=<its folder or name>, or reward.reward_model.enable=False",
+        )
+
+
+def _check_pool_without_model(values: Mapping[str, Any]) -> None:
+    """verl sizes the reward model's own pool whether there is a model or not (`_init_resource_pool_mgr`)."""
+    block = "reward.reward_model"
+    sizes = [values.get(f"{block}.{name}") or 0 for name in ("nnodes", "n_gpus_per_node")]
+    if values.get(f"{block}.enable_resource_pool") and min(sizes) <= 0:
+        raise ConfigError(
+            f"{block}.enable_resource_pool",
+            expected=f"False with {block}.enable=False, or a pool of {block}.nnodes and {block}.n_gpus_per_node",
+            found=f"True with {block}.nnodes={sizes[0]} {block}.n_gpus_per_node={sizes[1]}",
+            consequence="the run does not start",
+            remedy=f"{block}.enable_resource_pool=False",
+        )
+
+
+def _check_parallel_sizes(server: ServerFacts, values: Mapping[str, Any]) -> None:
+    """As `RolloutConfig.__post_init__` and the replicas that prefill and decode apart (workers/rollout/*_rollout/*_pd_replica.py)."""
+    block, disaggregation = server.block, f"{server.block}.disaggregation"
+    size = {name: values.get(f"{block}.{name}") or 1 for name in ("tensor_model_parallel_size", "data_parallel_size")}
+    whole = size["tensor_model_parallel_size"] * size["data_parallel_size"]
+    pipeline, experts = f"{block}.pipeline_model_parallel_size", f"{block}.expert_parallel_size"
+    wrong = []
+    if server.name in _BACKENDS[:3] and (values.get(pipeline) or 1) > 1:
+        wrong.append((pipeline, f"1: verl has no pipelines in {server.name}", 1))
+    if server.name in _BACKENDS[:2] and (values.get(experts) or 1) not in (1, whole):
+        wrong.append((experts, f"1, or tensor_model_parallel_size x data_parallel_size = {whole}", whole))
+    if server.decoders is not None:
+        apart = f"1 with {disaggregation}.enabled=True"
+        if server.name not in _BACKENDS[:2]:
+            wrong.append((f"{disaggregation}.enabled", f"False with {block}.name={server.name}", False))
+        if (values.get(f"{disaggregation}.prefill_replicas") or 1) > 1:
+            wrong.append((f"{disaggregation}.prefill_replicas", apart, 1))
+        if size["data_parallel_size"] > 1:
+            wrong.append((f"{block}.data_parallel_size", apart, 1))
+    for key, expected, right in wrong:
+        raise ConfigError(
+            key,
+            expected=expected,
+            found=str(values.get(key)),
+            consequence="the run does not start",
+            remedy=f"{key}={right}",
         )
 
 

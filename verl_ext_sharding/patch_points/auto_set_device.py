@@ -27,6 +27,7 @@ def auto_set_device(config: Any) -> None:
     from verl_ext_sharding import sft
 
     sft.refuse_ray_trainer()
+    cpu.check_device(config)
     if cpu.is_cpu(config):
         driver.select_cpu()
     else:

@@ -14,7 +14,7 @@ from verl_ext_sharding.patching.spec import PatchSpec
 
 def run_ppo(config: Any, task_runner_class: Any) -> None:
     """As verl's, with the plugin's plan in front when the config asks for it."""
-    from verl_ext_sharding import driver
+    from verl_ext_sharding import driver, task_runner
     from verl_ext_sharding.errors import ShardingError
 
     stock = original(SPEC)
@@ -22,7 +22,7 @@ def run_ppo(config: Any, task_runner_class: Any) -> None:
         stock(config, task_runner_class=task_runner_class)
         return
     try:
-        driver.launch(stock, config, task_runner_class)
+        task_runner.launch(stock, config, task_runner_class)
     except ShardingError as error:
         raise error.with_traceback(None) from None  # what is wrong stands in the message, not in our frames
 

@@ -14,7 +14,7 @@ What verl does with a batch, in `trainer.use_v1` (trainer/ppo/v1/trainer_base.py
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from verl_ext_sharding.errors import PlacementError
@@ -39,8 +39,25 @@ def check_batches(placement: Placement, facts: JobFacts) -> None:
     if problem is None:
         return
     subject, expected, found, role = problem
-    others = f", or another number of devices for {role}" if job.ranks.get(role, 1) > 1 else ""
-    raise refusal(subject, expected, found, " ".join(job.overrides(job.repaired())) + others)
+    raise refusal(
+        subject, expected, found, " ".join(job.overrides(job.repaired())) + _other_devices(role, job, placement)
+    )
+
+
+def _other_devices(role: str, job: _Batches, placement: Placement) -> str:
+    """Devices of a role that the sizes suit as they are; the actor's must suit its rollout servers too, which is seen later."""
+    if job.ranks.get(role, 1) == 1:
+        return ""
+    size = job.facts.engines[role].model_parallel_size
+
+    def fits(per_node: Sequence[int]) -> bool:
+        ranks, rest = divmod(sum(per_node), size)
+        return not rest and next(replace(job, ranks={**job.ranks, role: ranks}).problems(), None) is None
+
+    better = None if role == "actor" else placement.nearest(placement.devices_of(role), fits)
+    return (
+        f", or sharding.roles.{role}.devices={format_devices(better)}" if better else f", or other devices for {role}"
+    )
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -30,7 +30,7 @@ class Pool:
     Args:
         name: Its name.
         roles: The roles.
-        devices: Device numbers of the job.
+        devices: Device numbers of the job: ascending, with "device_map" as the user wrote them.
         layout: "fsdp": one process on each device. "device_map": one process that has all of them.
     """
 
@@ -236,11 +236,12 @@ def place(
         devices_per_node=facts.devices_per_node,
         node_names=node_names or named_nodes(devices, facts),
     )
+    layouts = dict(layouts or {})
     parsed = {}
     for role, spec, counts in asked(devices, facts):
         numbers = parse_devices(spec, topology, key=f"sharding.roles.{role}.devices")  # a wrong one is wrong in any job
         if counts:
-            parsed[role] = numbers
+            parsed[role] = _ordered(role, numbers, layouts)
     check_exist(parsed, facts)
     everything = tuple(range(topology.num_devices))
     actor = parsed.get("actor", everything)
@@ -252,7 +253,6 @@ def place(
         chosen["ref"] = parsed.get("ref", actor)
     if "critic" in facts.engines:
         chosen["critic"] = parsed.get("critic", everything)
-    layouts = dict(layouts or {})
     if "ref" in chosen and chosen["ref"] == actor and "ref" not in parsed:
         layouts.setdefault("ref", layouts.get("actor", "fsdp"))  # verl evaluates it in the actor's process
     pools = _group(chosen, layouts)
@@ -269,6 +269,11 @@ def place(
         colocate_count=count,
         reserved=_reserved(parsed, facts),
     )
+
+
+def _ordered(role: str, numbers: tuple[int, ...], layouts: Mapping[str, Layout]) -> tuple[int, ...]:
+    """Ranks are numbered as devices are; the places of a device map are the list's as it is written."""
+    return numbers if layouts.get(role) == "device_map" else tuple(sorted(numbers))
 
 
 def _group(chosen: Mapping[str, tuple[int, ...]], layouts: Mapping[str, Layout]) -> list[Pool]:

@@ -5,12 +5,13 @@ Each check raises a `PlacementError` that ends in what to type.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from verl_ext_sharding.placement.batches import check_batches, refusal
 from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.placement.devices import format_devices
-from verl_ext_sharding.placement.job import MODEL_PARALLEL, EngineFacts, JobFacts
+from verl_ext_sharding.placement.job import EXPERT_PARALLEL, MODEL_PARALLEL, EngineFacts, JobFacts
 from verl_ext_sharding.placement.servers import check_servers, servers_fit
 
 
@@ -37,32 +38,61 @@ def check_layout(placement: Placement, facts: JobFacts) -> None:
                 f"{len(devices)} devices {format_devices(devices)}",
                 ", or ".join(_ways_to_divide(role, engine, placement, facts)),
             )
+        _check_experts(role, engine, placement, facts)
     actor = placement.devices_of("actor")
     replica = facts.rollout.ranks_per_replica
     if not placement.is_even(actor) and replica > 1 and facts.hybrid_rollout:
         counts = [len(numbers) for numbers in placement.per_node(actor)]
+        better = placement.nearest(actor, lambda counts: len(set(counts)) == 1 and servers_fit(replica, counts))
         raise refusal(
             "sharding.roles.actor.devices",
             f"the same number on each node, since a rollout server spans {replica} ranks",
             f"{counts} devices per node",
-            "use as many devices on each node, or actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+            (f"sharding.roles.actor.devices={format_devices(better)}, or " if better else "")
+            + "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         )
 
 
-def _ways_to_divide(role: str, engine: EngineFacts, placement: Placement, facts: JobFacts) -> list[str]:
-    """Other devices that the role's model parallelism divides, and a smaller model parallelism."""
-    size, devices = engine.model_parallel_size, placement.devices_of(role)
+def _check_experts(role: str, engine: EngineFacts, placement: Placement, facts: JobFacts) -> None:
+    """Megatron, VeOmni and torchtitan cut all ranks into copies of the experts, too."""
+    ranks, count = engine.expert_ranks, placement.processes_of(role)
+    if not count or count % ranks == 0:
+        return
+    block = f"{_block(role)}.{engine.strategy}"
+    key, rest = f"{block}.{EXPERT_PARALLEL[engine.strategy][0]}", ranks // engine.expert_parallel_size
+    fitting = [parts for parts in range(engine.expert_parallel_size, 0, -1) if count % (parts * rest) == 0]
+    fewer = f"{key}={fitting[0]}" if fitting else f"{key}=1 {block}.expert_tensor_parallel_size=null"
+    better = _dividing(role, math.lcm(engine.model_parallel_size, ranks), placement, facts)
+    raise refusal(
+        key,
+        f"parts of the experts whose copies fill the {count} ranks of {role}",
+        f"{engine.expert_parallel_size}, so that one copy takes {ranks} ranks",
+        fewer + (f", or sharding.roles.{role}.devices={format_devices(better)}" if better else ""),
+    )
+
+
+def _dividing(role: str, size: int, placement: Placement, facts: JobFacts) -> tuple[int, ...] | None:
+    """Devices near the role's own whose number divides by a size, and which the actor's rollout servers fill."""
     servers = facts.rollout.ranks_per_replica if role == "actor" and facts.hybrid_rollout else 1
 
     def fits(per_node: Sequence[int]) -> bool:
         return sum(per_node) % size == 0 and servers_fit(servers, per_node)
 
-    better = placement.nearest(devices, fits)
+    return placement.nearest(placement.devices_of(role), fits)
+
+
+def _block(role: str) -> str:
+    return "critic" if role == "critic" else f"actor_rollout_ref.{role}"
+
+
+def _ways_to_divide(role: str, engine: EngineFacts, placement: Placement, facts: JobFacts) -> list[str]:
+    """Other devices that the role's model parallelism divides, and a smaller model parallelism."""
+    size, devices = engine.model_parallel_size, placement.devices_of(role)
+    better = _dividing(role, size, placement, facts)
     smaller = max(n for n in range(1, size) if len(devices) % n == 0)
     names = MODEL_PARALLEL.get(engine.strategy, ())
     if len(names) > 1:
-        block = "critic" if role == "critic" else f"actor_rollout_ref.{role}"
-        sizes = " x ".join(f"{block}.{engine.strategy}.{name}" for name in names)
+        sizes = " x ".join(f"{_block(role)}.{engine.strategy}.{name}" for name in names)
         lower = f"a product of {smaller} of {sizes} (now {size})"
     else:
         lower = " ".join(f"{key}={smaller}" for key in engine.sequence_parallel_keys)

@@ -21,6 +21,7 @@ _RANGE = re.compile(r"(?:(?:cuda|gpu|npu)\s*:\s*)?(\d+)\s*-\s*(\d+)", re.IGNOREC
 _NUMBER = re.compile(r"(?:(?:cuda|gpu|npu)\s*:\s*)?(\d+)", re.IGNORECASE)
 _LIST = re.compile(r"\[(.*)\]")
 _NODE = re.compile(r"node(\d+)")
+_ON_NODE = re.compile(r"(node\d+)\s*:\s*(\d+(?:\s*-\s*\d+)?)")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -58,7 +59,7 @@ class Topology:
 
 
 def parse_devices(spec: Any, topology: Topology, *, key: str) -> tuple[int, ...]:
-    """Turns a device list into ascending device numbers.
+    """Turns a device list into device numbers, in the order in which they are written.
 
     Args:
         spec: `[2, 3]`, `2`, `"2-3"`, `"0,2-3"`, `"cuda:2"`, `"cuda:2-3"`, one of `WORDS`, or
@@ -67,7 +68,7 @@ def parse_devices(spec: Any, topology: Topology, *, key: str) -> tuple[int, ...]
         key: The user's key, for messages (`sharding.roles.critic.devices`).
 
     Returns:
-        Device numbers, ascending, without duplicates, at least one.
+        Device numbers without duplicates, at least one.
 
     Raises:
         PlacementError: A device is unknown or named twice, the list is empty or unreadable.
@@ -80,7 +81,7 @@ def parse_devices(spec: Any, topology: Topology, *, key: str) -> tuple[int, ...]
     if repeated:
         unique = format_devices(sorted(set(numbers)))
         raise _error(key, "each device once", f"device {_join(repeated)} more than once in {spec}", f"{key}={unique}")
-    return tuple(sorted(numbers))
+    return tuple(numbers)
 
 
 def addresses(specs: Iterable[Any]) -> tuple[str, ...]:
@@ -132,11 +133,15 @@ def _flatten(spec: Any, num_devices: int, key: str) -> list[int]:
     if isinstance(spec, int):
         return [spec]
     if isinstance(spec, str):
+        if spec.strip().startswith("{"):
+            raise _error(key, "a map without quotes around it", f"the text {spec}", f"'{key}={spec.strip()}'")
         inner = _LIST.fullmatch(spec.strip())
         if inner and not inner[1].strip():
             return []
-        parts = (inner[1] if inner else spec).split(",")
-        return [number for part in parts for number in _from_text(part.strip(), num_devices, key)]
+        parts = [part.strip() for part in (inner[1] if inner else spec).split(",")]
+        if "" in parts:
+            raise _unreadable(spec, key)
+        return [number for part in parts for number in _from_text(part, num_devices, key)]
     if isinstance(spec, Sequence):
         return [number for item in spec for number in _flatten(item, num_devices, key)]
     raise _unreadable(spec, key)
@@ -161,20 +166,25 @@ def _from_text(text: str, num_devices: int, key: str) -> list[int]:
 def _from_map(spec: Mapping[Any, Any], topology: Topology, key: str) -> list[int]:
     numbers = []
     for name, local_spec in spec.items():
-        node = _node_index(str(name), topology, key)
-        for local in _flatten(local_spec, topology.devices_per_node, f"{key}.{name}"):
-            if not 0 <= local < topology.devices_per_node:
-                raise _error(
-                    f"{key}.{name}",
-                    f"device numbers of that node, 0 to {topology.devices_per_node - 1}",
-                    str(local),
-                    f"use the node's own numbers, or raise trainer.n_gpus_per_node (now {topology.devices_per_node})",
-                )
-            numbers.append(node * topology.devices_per_node + local)
+        node = _node_index(str(name), spec, topology, key)
+        local = _flatten(local_spec, topology.devices_per_node, f"{key}.{name}")
+        if unknown := sorted(number for number in local if not 0 <= number < topology.devices_per_node):
+            known: list[Any] = sorted(set(local) - set(unknown)) or ["all"]
+            ways = [f"'{key}={_format_map({**spec, name: known})}'"]
+            if unknown[-1] > 0:
+                last = _last_number(unknown, local_spec)
+                ways.append(f"trainer.n_gpus_per_node={last + 1} where the nodes have as many")
+            raise _error(
+                f"{key}.{name}",
+                f"the node's own device numbers, 0 to {topology.devices_per_node - 1}",
+                _join(unknown),
+                ", or ".join(ways),
+            )
+        numbers += [node * topology.devices_per_node + number for number in local]
     return numbers
 
 
-def _node_index(name: str, topology: Topology, key: str) -> int:
+def _node_index(name: str, spec: Mapping[Any, Any], topology: Topology, key: str) -> int:
     known = [f"node{i}" for i in range(topology.num_nodes)]
     named = topology.node_names or ("a node's address",)
     match = _NODE.fullmatch(name)
@@ -186,18 +196,34 @@ def _node_index(name: str, topology: Topology, key: str) -> int:
         key,
         f"one of {', '.join([*known, *named])}, in the order of their addresses",
         name,
-        _right_node(name, known),
+        ", or ".join(_right_nodes(name, spec, known, key)),
     )
 
 
-def _right_node(name: str, known: Sequence[str]) -> str:
-    """What to write instead of a node that the job has not."""
+def _right_nodes(name: str, spec: Mapping[Any, Any], known: Sequence[str], key: str) -> list[str]:
+    """What to write for a node that the job has not: one of its nodes in the map, or a job that has the node."""
     written = re.fullmatch(r"\D*(\d+)", name)
-    node = f"node{written[1]}" if written else ""
-    if node in known:
-        return f"{node} in place of {name}"
-    here = f"trainer.nnodes={len(known)} has {known[0]} to {known[-1]}"
-    return f"trainer.nnodes={int(node[4:]) + 1}, since {here}" if node and name == node else here
+    free = [node for node in known if node not in map(str, spec)]
+    close = f"node{int(written[1])}" if written else ""
+    ways = []
+    if free:
+        node = close if close in free else free[0]
+        renamed = {node if str(other) == name else str(other): devices for other, devices in spec.items()}
+        ways.append(f"'{key}={_format_map(renamed)}'")
+    if written and name == close:
+        ways.append(f"trainer.nnodes={int(written[1]) + 1} where there are as many nodes")
+    return ways or [f"trainer.nnodes={len(spec)} where there are as many nodes"]
+
+
+def _format_map(spec: Mapping[Any, Any]) -> str:
+    """A per-node map as Hydra reads it."""
+
+    def text(devices: Any) -> str:
+        if isinstance(devices, str):
+            return devices if devices in WORDS else f'"{devices}"'
+        return f"[{','.join(map(text, devices))}]" if isinstance(devices, Sequence) else str(devices)
+
+    return "{" + ",".join(f"{name}:{text(devices)}" for name, devices in spec.items()) + "}"
 
 
 def _check_known(numbers: Sequence[int], topology: Topology, key: str, spec: Any) -> None:
@@ -207,8 +233,7 @@ def _check_known(numbers: Sequence[int], topology: Topology, key: str, spec: Any
     known = sorted(set(numbers) - set(unknown))
     ways = [f"{key}={format_devices(known) if known else 'all'}"]
     if unknown[0] >= 0:
-        # of a long range only the first unknown device is read
-        last = max(unknown[-1], *map(int, re.findall(r"\d+", str(spec))))
+        last = _last_number(unknown, spec)
         ways.append(f"trainer.n_gpus_per_node={last // topology.num_nodes + 1} where the nodes have as many")
     raise _error(
         key,
@@ -219,19 +244,35 @@ def _check_known(numbers: Sequence[int], topology: Topology, key: str, spec: Any
     )
 
 
+def _last_number(unknown: Sequence[int], spec: Any) -> int:
+    """The largest number of a list; of a long range only the first unknown device is among those read."""
+    return max(unknown[-1], *map(int, re.findall(r"\d+", str(spec))))
+
+
 def _join(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
 def _unreadable(spec: Any, key: str) -> PlacementError:
-    text = str(spec).strip("\"' ").lower()
-    numbers = sorted({int(float(number)) for number in re.findall(r"\d+(?:\.\d+)?", text)})
     return _error(
         key,
         f'a list [2,3], a range "2-3", "cuda:2", {", ".join(WORDS)} or a map {{node0: [0]}}',
-        str(spec),
-        f"{key}={text if text in WORDS else format_devices(numbers or [0])}",
+        str(spec) or "an empty text",
+        f"{key}={_likely(spec)}",
     )
+
+
+def _likely(spec: Any) -> str:
+    """What seems to be meant by what can't be read."""
+    text = str(spec).strip("\"' ").lower()
+    if text in WORDS:
+        return text
+    if text in ("", "none", "auto", "default"):
+        return "null"
+    if on_node := _ON_NODE.fullmatch(text):
+        return f'{{{on_node[1]}:"{on_node[2]}"}}'
+    numbers = sorted({int(float(number)) for number in re.findall(r"\d+(?:\.\d+)?", text)})
+    return format_devices(numbers or [0])
 
 
 def _error(key: str, expected: str, found: str, remedy: str) -> PlacementError:

@@ -18,6 +18,18 @@ By the first the engine multiplies a token budget (`sp_size` in verl/workers/eng
 """
 
 
+EXPERT_PARALLEL = {
+    "megatron": ("expert_model_parallel_size", "pipeline_model_parallel_size"),
+    "torchtitan": ("expert_parallel_size", "pipeline_parallel_size"),
+    "veomni": ("expert_parallel_size",),
+}
+"""Keys whose product, with Megatron's tensor parallelism of experts, is the ranks that one copy of the experts takes.
+
+Megatron: `initialize_model_parallel` (megatron/core/parallel_state.py); its experts have the tensor parallelism of the rest
+unless `expert_tensor_parallel_size` says otherwise.
+"""
+
+
 @dataclass(kw_only=True, frozen=True)
 class MicroBatch:
     """A fixed micro-batch of one computation.
@@ -48,6 +60,8 @@ class EngineFacts:
         dynamic_batches: `use_dynamic_bsz` of the role's block: verl then compares no batch sizes at launch.
         sequence_parallel_size: The part of `model_parallel_size` by which a token budget grows.
         sequence_parallel_keys: verl's keys that set it, all of them to the same number.
+        expert_parallel_size: Parts of the experts of a mixture, 1 or more.
+        expert_ranks: Ranks that hold one copy of the experts: those parts x their tensor parallelism x pipeline.
     """
 
     strategy: str
@@ -58,6 +72,8 @@ class EngineFacts:
     dynamic_batches: bool = False
     sequence_parallel_size: int = 1
     sequence_parallel_keys: tuple[str, ...] = ()
+    expert_parallel_size: int = 1
+    expert_ranks: int = 1
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -73,6 +89,8 @@ class ServerFacts:
         block: verl's block with its parallel sizes; empty: the role's usual one.
         replicas: Ranks of each server in verl's order, where their number is set (several teachers); None: as many servers
             as fit.
+        data_parallel_size: Its data-parallel part.
+        decoders: Servers that decode of a disaggregated one, and ranks of each; None: it is not disaggregated.
     """
 
     name: str
@@ -81,6 +99,8 @@ class ServerFacts:
     tensor_parallel_size: int | None = None
     block: str = ""
     replicas: tuple[int, ...] | None = None
+    data_parallel_size: int = 1
+    decoders: tuple[int, int] | None = None
 
     @property
     def own_devices(self) -> int:
@@ -109,6 +129,7 @@ class JobFacts:
         actor_log_probs: The actor's engine computes log-probs of what was generated (not with rollout correction in
             bypass mode, unless the actor is the reference too).
         transfer_queue_units: Processes of TransferQueue that each hold a CPU, the controller included.
+        reward_workers: `reward.num_workers`, where each starts as many processes that score and hold a CPU; else 0.
     """
 
     num_nodes: int
@@ -126,6 +147,12 @@ class JobFacts:
     critic_warmup: int = 0
     actor_log_probs: bool = True
     transfer_queue_units: int = 0
+    reward_workers: int = 0
+
+    @property
+    def reward_cpus(self) -> int:
+        """CPUs of the processes that score."""
+        return self.reward_workers**2
 
     @property
     def servers(self) -> dict[str, ServerFacts]:

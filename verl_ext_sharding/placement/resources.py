@@ -126,15 +126,27 @@ def check_cluster(
     """
     _check_devices(placement, nodes)
     wanted, queue = placement.colocate_count, min(facts.transfer_queue_units, TRANSFER_QUEUE_MIN)
-    free = sum(node.num_cpus for node in nodes)
     counts = range(wanted, placement.most_processes - 1, -1)
-    fitting = [n for n in counts if free >= _bundle_cpus(placement, n) + queue and _packs(_groups(placement, n), nodes)]
+    fitting = [count for count in counts if _fits(placement, facts, nodes, count)]
     if wanted in fitting or (fitting and not fixed and _hold(placement, wanted, nodes)):
         return fitting[0]
     fewer = f", or fewer workers per device: sharding.placement.max_colocate_count={fitting[0]}" if fitting else ""
     if not _hold(placement, wanted, nodes):
-        raise _node_lacks_cpus(placement, nodes, queue, joins_ray, fewer)
-    raise _cluster_lacks_cpus(placement, nodes, wanted if fewer or fixed else counts[-1], queue, joins_ray, fewer)
+        raise _node_lacks_cpus(placement, nodes, queue + facts.reward_cpus, joins_ray, fewer)
+    count = wanted if fewer or fixed else counts[-1]
+    raise _cluster_lacks_cpus(placement, facts, nodes, count, joins_ray, fewer)
+
+
+def _fits(placement: Placement, facts: JobFacts, nodes: Sequence[NodeResources], count: int) -> bool:
+    """Whether bundles of so many CPUs leave enough to TransferQueue and to the processes that score.
+
+    verl deals the workers whose processes score out over all nodes with CPUs in turn, so that each node has its part of them.
+    """
+    others = min(facts.transfer_queue_units, TRANSFER_QUEUE_MIN) + facts.reward_cpus
+    if sum(node.num_cpus for node in nodes) < _bundle_cpus(placement, count) + others:
+        return False
+    part = facts.reward_workers // max(1, sum(node.num_cpus > 0 for node in nodes)) * facts.reward_workers
+    return _packs(_groups(placement, count), [replace(node, num_cpus=node.num_cpus - part) for node in nodes])
 
 
 def _hold(placement: Placement, count: int, nodes: Sequence[NodeResources]) -> bool:
@@ -146,7 +158,7 @@ def storage_units_that_fit(
     placement: Placement, facts: JobFacts, nodes: Sequence[NodeResources], bundle_cpus: int
 ) -> int:
     """TransferQueue storage units for which CPUs are left beside the bundles, at least one, at most what was asked."""
-    spare = int(sum(n.num_cpus for n in nodes)) - _bundle_cpus(placement, bundle_cpus) - 1
+    spare = int(sum(n.num_cpus for n in nodes)) - _bundle_cpus(placement, bundle_cpus) - facts.reward_cpus - 1
     return max(1, min(facts.transfer_queue_units - 1, spare))
 
 
@@ -249,9 +261,11 @@ def _node_lacks_cpus(
 
 
 def _cluster_lacks_cpus(
-    placement: Placement, nodes: Sequence[NodeResources], count: int, queue: int, joins_ray: bool, fewer: str
+    placement: Placement, facts: JobFacts, nodes: Sequence[NodeResources], count: int, joins_ray: bool, fewer: str
 ) -> PlacementError:
-    total, free = _bundle_cpus(placement, count) + queue, sum(node.num_cpus for node in nodes)
+    queue = min(facts.transfer_queue_units, TRANSFER_QUEUE_MIN)
+    bundles, free = _bundle_cpus(placement, count), sum(node.num_cpus for node in nodes)
+    total = bundles + queue + facts.reward_cpus
     elsewhere = ", ".join(f"{role} {_sizes(sizes)}" for role, sizes in placement.reserved.items())
     each = ", ".join(f"{node.name}: {node.num_cpus:g}" for node in nodes)
     if len(nodes) == 1:
@@ -259,10 +273,17 @@ def _cluster_lacks_cpus(
     elif free < total:
         remedy = f"start Ray on its nodes with {total - free:g} more CPUs in all (ray start --num-cpus=...)"
     else:
-        remedy = "start Ray with more CPUs (ray start --num-cpus=...) on the nodes of those pools"
+        remedy = "start Ray with more CPUs (ray start --num-cpus=...) on the nodes with these devices"
+    scores = ""
+    if facts.reward_cpus:
+        workers = f"reward.num_workers={facts.reward_workers}"
+        scores = f" and {facts.reward_cpus} for reward.reward_manager.name=remote, which starts {workers} x as many"
+        less = (replace(facts, reward_workers=workers) for workers in range(facts.reward_workers - 1, 0, -1))
+        enough = next((other for other in less if _fits(placement, other, nodes, count)), None)
+        fewer += f", or reward.num_workers={enough.reward_workers}" if enough else ""
     return refusal(
         "CPUs of the cluster",
-        f"{total} CPUs: {count} for each device's worker processes and {queue} for TransferQueue"
+        f"{total} CPUs: {count} for each device's worker processes and {queue} for TransferQueue{scores}"
         + (f", on one node for each group of {elsewhere}" if elsewhere else ""),
         f"{free:g} CPUs free{f' ({each})' if len(nodes) > 1 else ''}; verl would wait for ever",
         f"{remedy}{fewer or ', or fewer devices'}",

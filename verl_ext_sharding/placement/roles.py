@@ -92,7 +92,7 @@ def check_reference(parsed: Mapping[str, tuple[int, ...]], actor: tuple[int, ...
     Raises:
         PlacementError: Its list is another one.
     """
-    if "ref" in parsed and facts.ref_in_actor and parsed["ref"] != actor:
+    if "ref" in parsed and facts.ref_in_actor and set(parsed["ref"]) != set(actor):
         raise PlacementError(
             "sharding.roles.ref.devices",
             expected=f"the actor's devices {format_devices(actor)}: with LoRA the reference is the actor without its adapter",
@@ -108,9 +108,8 @@ def check_rollout(parsed: Mapping[str, tuple[int, ...]], actor: tuple[int, ...],
     Raises:
         PlacementError: Its list is another one.
     """
-    if "rollout" not in parsed or (
-        facts.hybrid_rollout and not facts.rollout.own_devices and parsed["rollout"] == actor
-    ):
+    follows = facts.hybrid_rollout and not facts.rollout.own_devices
+    if "rollout" not in parsed or (follows and set(parsed["rollout"]) == set(actor)):
         return
     if facts.mode == "separate_async":
         reason = (
@@ -122,7 +121,9 @@ def check_rollout(parsed: Mapping[str, tuple[int, ...]], actor: tuple[int, ...],
         reason = f"the actor's devices {format_devices(actor)}: in {facts.mode} mode verl serves rollout where the actor trains"
         remedy = (
             f"sharding.roles.rollout.devices=null, or sharding.roles.actor.devices={format_devices(parsed['rollout'])}, "
-            "or a pool of its own: trainer.v1.trainer_mode=separate_async actor_rollout_ref.rollout.nnodes=1 "
+            "or a pool of its own beside the trainer's devices: sharding.roles.rollout.devices=null "
+            "trainer.v1.trainer_mode=separate_async actor_rollout_ref.rollout.nnodes=1 "
+            f"actor_rollout_ref.rollout.n_gpus_per_node={len(parsed['rollout'])} "
             "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"
         )
     raise PlacementError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from verl_ext_sharding.errors import PlacementError
@@ -55,11 +56,28 @@ def _check_placed(role: str, server: ServerFacts, placement: Placement) -> None:
         better = placement.nearest(devices, lambda counts: sum(counts) == total)
         more = f"sharding.roles.{role}.devices={format_devices(better)}, or " if better else ""
         _check_replicas(server.replicas, per_node, where, more)
-    elif not servers_fit(size, per_node):
-        better = placement.nearest(devices, lambda counts: servers_fit(size, counts))
+    elif not _fit(server, size, per_node):
+        better = placement.nearest(devices, lambda counts: _fit(server, size, counts))
         owner = "actor" if role == "rollout" else role  # rollout follows the actor
         more = f", or sharding.roles.{owner}.devices={format_devices(better)}" if better else ""
         raise _not_filled(key, server, where, f"{_smaller_server(key, server, per_node)}{more}")
+    elif role == "rollout" and server.own_nodes:
+        _check_parts(server, per_node, where)
+
+
+def _check_parts(server: ServerFacts, per_node: Sequence[int], where: str) -> None:
+    """In separate_async verl cuts the actor's servers into nodes by the key of rollout's own pool (llm_server.py)."""
+    assert server.own_nodes
+    size, key = server.ranks_per_replica, f"{_POOLS['rollout']}.n_gpus_per_node"
+    part = min(server.own_nodes[0], size)
+    if size % part == 0 and any(count % part for count in per_node):
+        nodes = -(-max(sum(server.own_nodes), size) // per_node[0])
+        raise refusal(
+            key,
+            f"{per_node[0]}, or a number that divides it: a server of {size} ranks spans nodes of {where}",
+            str(server.own_nodes[0]),
+            f"{key}={per_node[0]} {_POOLS['rollout']}.nnodes={nodes}",
+        )
 
 
 def _check_own(role: str, server: ServerFacts) -> None:
@@ -124,17 +142,45 @@ def servers_fit(size: int, per_node: Sequence[int]) -> bool:
     return within_nodes or whole_nodes
 
 
+def _fit(server: ServerFacts, size: int, per_node: Sequence[int]) -> bool:
+    """As `servers_fit`; one that is disaggregated lies on one node (`vLLMPDReplica`, `SGLangPDReplica`)."""
+    return servers_fit(size, per_node) and (server.decoders is None or size <= min(per_node))
+
+
 def _smaller_server(key: str, server: ServerFacts, per_node: Sequence[int]) -> str:
     sizes = range(server.ranks_per_replica, 0, -1)
-    return _smaller(key, server, [size for size in sizes if servers_fit(size, per_node)])
+    return _smaller(key, server, [size for size in sizes if _fit(server, size, per_node)])
 
 
 def _smaller(key: str, server: ServerFacts, fitting: Sequence[int]) -> str:
-    """The largest tensor-parallel size, up to the present one, by which a server has one of the fitting numbers of ranks."""
-    tensor = server.tensor_parallel_size or server.ranks_per_replica
+    """The largest parallel size, up to the present one, by which a server has one of the fitting numbers of ranks."""
+    if server.decoders is not None:
+        return _fewer_decoders(key, server, fitting)
+    tensor, data = server.tensor_parallel_size or server.ranks_per_replica, server.data_parallel_size
     rest = server.ranks_per_replica // tensor
-    sizes = [size for size in range(tensor, 0, -1) if size * rest in fitting]
-    return f"{key}={sizes[0]}" if sizes else f"lower its data_parallel_size x pipeline_model_parallel_size (now {rest})"
+    for tensors, replicas in (
+        (range(tensor, 0, -1), [data]),
+        ([tensor], range(data, 0, -1)),
+        ([1], range(data, 0, -1)),
+    ):
+        for size, copies in itertools.product(tensors, replicas):
+            if size * copies * (rest // data) in fitting:
+                changed = {key: (tensor, size), f"{server.block}.data_parallel_size": (data, copies)}
+                return " ".join(f"{name}={new}" for name, (old, new) in changed.items() if new != old)
+    return f"lower its data_parallel_size x pipeline_model_parallel_size (now {rest})"
+
+
+def _fewer_decoders(key: str, server: ServerFacts, fitting: Sequence[int]) -> str:
+    assert server.decoders is not None
+    block, (decoders, ranks) = f"{server.block}.disaggregation", server.decoders
+    prefill = server.ranks_per_replica - decoders * ranks
+    fewer = next((count for count in range(decoders, 0, -1) if prefill + count * ranks in fitting), None)
+    if fewer is not None:
+        return f"{block}.decode_replicas={fewer}"
+    largest = max(fitting, default=1)
+    if largest == 1:
+        return f"{block}.enabled=False {key}=1"
+    return f"{key}=1 {block}.decode_tensor_model_parallel_size=1 {block}.decode_replicas={largest - 1}"
 
 
 def _key(role: str, server: ServerFacts) -> str:

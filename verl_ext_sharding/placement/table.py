@@ -135,7 +135,7 @@ def _shares(role: str, devices: tuple[int, ...], placement: Placement, facts: Jo
     if not others:
         return "none"
     return ", ".join(
-        name if tuple(common) == devices else f"{name} {format_devices(common)}" for name, common in others.items()
+        name if len(common) == len(devices) else f"{name} {format_devices(common)}" for name, common in others.items()
     )
 
 

@@ -59,6 +59,7 @@ def place_roles(trainer: Any, spec: RunSpec) -> None:
             trainer.mapping[role] = pool.name
         elif role == Role.RewardModel and not trainer.config.reward.reward_model.enable:
             del trainer.mapping[role]  # verl maps it to its global pool whether there is a reward model or not
+    _size_reward_pool(trainer, spec)
     stock = trainer.resource_pool_manager
     manager = BundlePoolManager(spec, trainer.mapping, finalize=types.MethodType(_use_our_workers, trainer))
     _keep_own_pools(manager, stock)
@@ -73,6 +74,18 @@ def _separate_reference(trainer: Any) -> None:
             workers[Role.Actor], mapping[Role.Actor] = workers.pop(role), mapping.pop(role)
     workers.setdefault(Role.RefPolicy, ray.remote(ActorRolloutRefWorker))
     mapping.setdefault(Role.RefPolicy, mapping[Role.Actor])
+
+
+def _size_reward_pool(trainer: Any, spec: RunSpec) -> None:
+    """A reward model on the actor's devices has its own number on each node, by which its servers span nodes.
+
+    verl has just put the trainer's there.
+    """
+    pool = spec.placement.pool_of("reward")
+    if pool is not None:
+        per_node = spec.placement.per_node(pool.devices)
+        block = trainer.config.reward.reward_model
+        block.nnodes, block.n_gpus_per_node = len(per_node), len(per_node[0])
 
 
 def _keep_own_pools(manager: BundlePoolManager, stock: Any) -> None:
