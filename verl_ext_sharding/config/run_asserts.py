@@ -12,6 +12,9 @@ from verl_ext_sharding.placement.job import JobFacts, ServerFacts
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _BACKENDS = ("vllm", "sglang", "trtllm", "hf")
+_RENAMED_BACKENDS = {"sglang_async": "sglang"}
+"""Names of verl 0.4 and earlier -> theirs now."""
+
 _BATCH = "data.train_batch_size"
 _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
@@ -75,8 +78,8 @@ def _check_server(role: str, server: ServerFacts, values: Mapping[str, Any]) -> 
             consequence="the run does not start",
             remedy=f"{mode}=async, or remove {mode}",
         )
-    close = did_you_mean(server.name.lower(), _BACKENDS, at_least=0.8)  # a recipe may register others
-    if close and server.name not in _BACKENDS:
+    close = _RENAMED_BACKENDS.get(server.name) or did_you_mean(server.name.lower(), _BACKENDS, at_least=0.8)
+    if close and server.name not in _BACKENDS:  # a recipe may register others
         raise ConfigError(
             name,
             expected=", ".join(_BACKENDS),
@@ -117,7 +120,7 @@ def _check_separate_async(values: Mapping[str, Any], facts: JobFacts) -> None:
             expected=f"nccl, nixl, mooncake or another that sends weights to other devices, with {mode}",
             found="naive, which hands them over on the same device",
             consequence="the run does not start",
-            remedy=f"{backend}={'hccl' if values.get('trainer.device') == 'npu' else 'nccl'}",
+            remedy=f"{backend}=nccl",  # on NPUs it is the name of the engine on HCCL
         )
     if facts.reward is not None and facts.reward.own_nodes is None:
         raise ConfigError(
