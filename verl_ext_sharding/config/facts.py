@@ -17,6 +17,9 @@ from verl_ext_sharding.placement.job import MODEL_PARALLEL, EngineFacts, JobFact
 
 _ULYSSES = "ulysses_sequence_parallel_size"
 
+UNSET = "unset"
+"""Backend of servers whose name verl's config leaves open (`???`)."""
+
 _FSDP = ("fsdp", "fsdp2", "fsdp_turbo")
 """Strategies whose block is `fsdp_config` of actor and ref, and `fsdp` of the critic."""
 
@@ -207,7 +210,7 @@ def _server(config: DictConfig, block: str, own_nodes: tuple[int, ...] | None = 
     for size in ("data_parallel_size", "pipeline_model_parallel_size"):
         ranks *= _count(config, f"{block}.{size}", 1)
     return ServerFacts(
-        name=str(_get(config, f"{block}.name", None) or "unset"),
+        name=str(_get(config, f"{block}.name", None) or UNSET),
         ranks_per_replica=ranks,
         own_nodes=own_nodes,
         tensor_parallel_size=tensor,

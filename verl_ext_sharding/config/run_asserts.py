@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verl_ext_sharding.config.facts import UNSET
 from verl_ext_sharding.config.measures import ENGINE_BLOCK
 from verl_ext_sharding.errors import ConfigError, did_you_mean
 from verl_ext_sharding.placement.bundles import Placement
@@ -86,6 +87,14 @@ def _check_server(role: str, server: ServerFacts, values: Mapping[str, Any]) -> 
             found=server.name,
             consequence="the run does not start",
             remedy=f"{name}={close}",
+        )
+    if role == "reward" and server.name == UNSET:
+        raise ConfigError(
+            name,
+            expected=f"what serves the reward model: {', '.join(_BACKENDS)}",
+            found="nothing: verl has no default for it",
+            consequence="the run does not start",
+            remedy=f"{name}=vllm",
         )
     if role == "reward" and values.get("reward.reward_model.model_path") is None:
         raise ConfigError(
