@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from types import TracebackType
 
 ROLE = "<role>"
 """Stands in an error's fields for a role that what raises it does not know; see `ShardingError.name_role`."""
@@ -48,6 +49,19 @@ def _rebuild(cls: type[ShardingError], fields: tuple[str, str, str, str, str]) -
     """Unpickles an error: Ray carries them from worker to driver."""
     subject, expected, found, consequence, remedy = fields
     return cls(subject, expected=expected, found=found, consequence=consequence, remedy=remedy)
+
+
+class PlainErrors:
+    """Inside the block, errors of ours leave it without our frames and causes: what is wrong stands in the message."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ShardingError):
+            raise error.with_traceback(None) from None
 
 
 class ConfigError(ShardingError, ValueError):
