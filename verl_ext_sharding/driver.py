@@ -204,7 +204,7 @@ def rollout_changes(config: DictConfig) -> list[KeyChange]:
     """What `rollout.name=hf` needs of verl: an agent loop that gives each request its seed, and LoRA merged into the weights."""
     if not uses_hf(config):
         return []
-    wanted = {}
+    wanted: dict[str, Any] = {}
     manager = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
     if not OmegaConf.select(config, manager, default=None):  # with a user's own, the server seeds each request itself
         wanted[manager] = rollout.SEEDED_AGENT_LOOP

@@ -23,7 +23,10 @@ PRESTART = "RAY_prestart_worker_first_driver"
 """Set to 0, Ray starts no process for each CPU ahead of the job: verl's have environments of their own, and use none of those."""
 
 VERL_PLATFORM = "VERL_PLATFORM"
+"""verl's own: the accelerator that it takes instead of the one that it finds."""
+
 VERL_PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
+"""verl's own: `auto`, `none`, or the names of the plugins that it loads."""
 
 FORWARDED = (DISABLE, EVENTS, VERL_PLATFORM, VERL_PLUGINS)
 """Forwarded from the driver to every Ray process when set, since verl itself does not."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from types import TracebackType
 
 ROLE = "<role>"
 """Stands in an error's fields for a role that what raises it does not know; see `ShardingError.name_role`."""
@@ -47,6 +49,19 @@ def _rebuild(cls: type[ShardingError], fields: tuple[str, str, str, str, str]) -
     """Unpickles an error: Ray carries them from worker to driver."""
     subject, expected, found, consequence, remedy = fields
     return cls(subject, expected=expected, found=found, consequence=consequence, remedy=remedy)
+
+
+class PlainErrors:
+    """Inside the block, errors of ours leave it without our frames and causes: what is wrong stands in the message."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ShardingError):
+            raise error.with_traceback(None) from None
 
 
 class ConfigError(ShardingError, ValueError):
@@ -96,3 +111,33 @@ def did_you_mean(name: str, known: Iterable[str], *, at_least: float = 0.6) -> s
     """
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=at_least)
     return close[0] if close else None
+
+
+def misspelling_of(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that a name is without doubt meant to be, or None: one may also be new, and just alike.
+
+    Args:
+        name: Words with underscores. Each must be spelt as, or nearly as, the known name's; another word or number is
+            another name, as are `max_tokens` and `min_tokens`.
+        known: The names that there are.
+    """
+    for other in known:
+        words, others = name.split("_"), other.split("_")
+        if name == other:
+            return None
+        if same_letters(name, other):
+            return other
+        if len(words) != len(others) or re.sub(r"\d", "", name) == re.sub(r"\d", "", other):
+            continue
+        if all(
+            word == right or did_you_mean(word, [right], at_least=0.8)
+            for word, right in zip(words, others, strict=True)
+        ):
+            return other
+    return None
+
+
+def same_letters(name: str, other: str) -> bool:
+    """Whether two names differ in case, hyphens and underscores alone."""
+    first, second = (re.sub(r"[-_]", "", text).lower() for text in (name, other))
+    return first == second

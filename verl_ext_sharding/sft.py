@@ -160,9 +160,9 @@ _communication: CommunicationConfig | None = None
 
 
 def _warn_of_one_process() -> None:
-    launch = launchers.find_launch(os.environ)
-    if launch is not None:
-        logger.warning("%s started one process, which trains alone: use --multi_gpu, or torchrun", launch)
+    launcher = launchers.find_launch(os.environ)
+    if launcher is not None:
+        logger.warning("%s started one process, which trains alone: use --multi_gpu, or torchrun", launcher)
 
 
 def _select_device(config: DictConfig, ranks: Ranks) -> None:

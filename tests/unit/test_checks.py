@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from remedies import number_after
 
 from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.placement.bundles import place
@@ -21,11 +22,6 @@ def refusal(check, *arguments):
 
 def job_refusal(devices, facts):
     return refusal(check_job, place(devices, facts), facts)
-
-
-def number_after(key, text):
-    """The number that a remedy gives to a key."""
-    return int(re.search(rf"{re.escape(key)}=(\d+)", text)[1])
 
 
 # Model parallelism

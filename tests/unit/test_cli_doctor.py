@@ -46,6 +46,14 @@ def test_every_patch_is_listed_with_where_it_acts_and_whether_it_fits(capsys):
         assert next(iter(spec.processes)) in line
 
 
+def test_the_column_of_reasons_is_there_only_where_a_patch_does_not_fit(capsys, monkeypatch):
+    main.main(["doctor"])
+    assert "why not" not in capsys.readouterr().out
+    monkeypatch.setattr(doctor.versions, "installed", lambda name: "0.1")
+    main.main(["doctor"])
+    assert "why not" in capsys.readouterr().out
+
+
 def test_json_says_the_same_for_programs(capsys):
     found = report(capsys, 0)
     assert found["version"] == versions.__version__

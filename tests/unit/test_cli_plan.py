@@ -241,8 +241,27 @@ def test_a_config_of_another_program_is_refused(refused, tmp_path):
     assert "verl.trainer.main_ppo" in error
 
 
-def test_a_config_that_is_not_there_is_refused(refused, tmp_path):
-    assert "no_such_config" in refused("--config-name", "no_such_config")
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["--config-name", "ppo_trainr"], "--config-name=ppo_trainer"),
+        (["--config-name", "no_such_config"], "--config-name=ppo_trainer"),
+        (["--config-path", "no_such_folder"], "leave it out for verl's own"),
+        (["model_engine=megatorn"], "model_engine=megatron"),
+    ],
+)
+def test_a_config_that_is_not_there_is_answered_with_one_that_is(arguments, fix, refused):
+    assert refused(*arguments).rstrip().endswith(fix)
+
+
+@pytest.mark.parametrize("line", ["no_value", "a=b=c", "x={a b"])
+def test_an_override_that_can_not_be_read_is_named(line, refused):
+    assert f"found:    {line}: " in refused(*JOB, line)
+
+
+def test_a_config_folder_of_verls_own_may_be_written_as_for_main_ppo(shown, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert shown("--config-path=config", *JOB) == shown(*JOB)
 
 
 def test_without_verl_the_error_says_what_to_install(monkeypatch, refused):

@@ -1,9 +1,11 @@
-"""`trainer.device=cpu`: how it is written, and whether Ray is there already."""
+"""`trainer.device=cpu`: how it is written, what it refuses and sets, and whether Ray is there already."""
 
 import pytest
 from omegaconf import OmegaConf
 
+from verl_ext_sharding import driver
 from verl_ext_sharding.config import cpu
+from verl_ext_sharding.config.changes import parse_overrides
 from verl_ext_sharding.errors import ConfigError
 
 
@@ -31,7 +33,7 @@ def test_other_devices_are_left_to_verl(device):
 
 @pytest.mark.parametrize("name", ["driver", "trainer", "sft"])
 def test_each_way_in_refuses_such_a_name(name, compose, tmp_path):
-    from verl_ext_sharding import driver, sft
+    from verl_ext_sharding import sft
     from verl_ext_sharding.launchers import Program
     from verl_ext_sharding.patch_points import auto_set_device
 
@@ -73,3 +75,36 @@ def test_a_cluster_is_there_where_the_config_or_the_environment_names_one(
     if exported:
         monkeypatch.setenv("RAY_ADDRESS", exported)
     assert cpu.finds_ray(config_of(address=address)) is there
+
+
+# What is refused and set
+
+CPU = ("trainer.device=cpu", "actor_rollout_ref.actor.use_dynamic_bsz=True", "trainer.n_gpus_per_node=1")
+ATTENTION = "critic.model.override_config.attn_implementation"
+
+
+def plan(compose, *overrides):
+    lines = [*CPU, *overrides]
+    return driver.prepare(compose(*lines), explicit=parse_overrides(lines))
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("critic.strategy=fsdp", "critic.strategy=fsdp2"),
+        ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.name=hf"),
+        (f"+{ATTENTION}=flash_attention_2", f"+{ATTENTION}=sdpa"),
+    ],
+)
+def test_what_a_cpu_can_not_do_is_refused_with_what_it_can(override, instead, compose):
+    with pytest.raises(ConfigError) as caught:
+        plan(compose, override)
+    assert caught.value.remedy == f"{instead}, or remove trainer.device=cpu"
+    plan(compose, instead)
+
+
+def test_verls_defaults_give_way_to_what_a_cpu_can_do(compose):
+    changes = {change.key: change.new for change in plan(compose).changes}
+    assert changes["actor_rollout_ref.rollout.name"] == "hf"
+    assert changes["critic.strategy"] == "fsdp2"
+    assert changes[ATTENTION] == "sdpa"

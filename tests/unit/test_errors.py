@@ -1,11 +1,21 @@
 """Errors of one shape, which arrive on the other side of a Ray call as what they are."""
 
 import pickle
+import traceback
 
 import pytest
 
 from verl_ext_sharding import errors
-from verl_ext_sharding.errors import ClusterError, ConfigError, PatchError, PlacementError, ShardingError, did_you_mean
+from verl_ext_sharding.errors import (
+    ClusterError,
+    ConfigError,
+    PatchError,
+    PlacementError,
+    PlainErrors,
+    ShardingError,
+    did_you_mean,
+    misspelling_of,
+)
 
 FIELDS = {"expected": "8", "found": "7", "consequence": "the run does not start", "remedy": "x=8"}
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, ShardingError)]
@@ -63,3 +73,60 @@ def test_a_misspelt_name_finds_the_nearest_known_one(name, near):
 def test_names_may_come_from_any_iterable():
     assert did_you_mean("actr", (name for name in ("actor", "ref"))) == "actor"
     assert did_you_mean("actor", []) is None
+
+
+# Misspelt names
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("nnode", "nnodes"),
+        ("trainBatchSize", "train_batch_size"),
+        ("kl_coeff", "kl_coef"),
+        ("roolout", "rollout"),
+        ("n_gpu_per_node", "n_gpus_per_node"),
+    ],
+)
+def test_a_name_of_which_each_word_is_nearly_a_known_ones_is_a_misspelling(name, known):
+    assert misspelling_of(name, ["other", known]) == known
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("nnodes", "nnodes"),
+        ("min_tokens", "max_tokens"),
+        ("image_key2", "image_key"),
+        ("ppo_infer_max_tokens", "ppo_max_tokens"),
+        ("rollout_is", "rollout_rs"),
+    ],
+)
+def test_a_name_with_another_word_or_number_is_one_of_its_own(name, known):
+    assert misspelling_of(name, [known]) is None
+
+
+# Leaving verl's mains
+
+
+def deep_inside(error):
+    try:
+        raise KeyError("a cause")
+    except KeyError as cause:
+        raise error from cause
+
+
+def frames_of(error):
+    with pytest.raises(type(error)) as caught, PlainErrors():
+        deep_inside(error)
+    return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_an_error_of_ours_comes_without_our_frames_and_causes():
+    error = ConfigError("critic.x", **FIELDS)
+    assert "deep_inside" not in frames_of(error)
+    assert error.__cause__ is None
+
+
+def test_any_other_error_keeps_its_frames():
+    assert "deep_inside" in frames_of(ValueError("verl's own"))

@@ -16,7 +16,6 @@ from verl_ext_sharding.cli import main
 from verl_ext_sharding.config.changes import parse_overrides
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, LayerSpread, RoleMeasures
 from verl_ext_sharding.demo.assets import build
-from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.bundles import place
 
 pytest.importorskip("torch")
@@ -61,16 +60,6 @@ def planned(compose):
         return driver.prepare(compose(*overrides), explicit=parse_overrides(overrides))
 
     return made
-
-
-@pytest.fixture
-def refused(planned):
-    def error(*settings):
-        with pytest.raises(ConfigError) as caught:
-            planned(*settings)
-        return caught.value
-
-    return error
 
 
 def layers_of(plan, role):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding import versions
-from verl_ext_sharding.config.old_keys import answer, answer_unread, refusal
-from verl_ext_sharding.config.old_keys_table import REPLACEMENTS
+from verl_ext_sharding.config.old_keys import REPLACEMENTS, answer, answer_unread, refusal
 from verl_ext_sharding.config.unread_keys import BLOCKS
 from verl_ext_sharding.errors import ConfigError
 
@@ -54,7 +54,7 @@ def removed(file: str) -> list[tuple[str, str, str]]:
     return [(key, last, engine) for key, last, engines in lines for engine in engines.split(",")]
 
 
-LISTS = ("keys_removed_since_0_7.txt", "keys_removed_before_0_7.txt")
+LISTS = ("keys_removed_since_0_7.txt", "keys_removed_before_0_7.txt", "keys_removed_before_0_4_1.txt")
 
 
 @pytest.mark.parametrize("file", LISTS)
@@ -86,7 +86,7 @@ def test_every_replacement_exists_in_verl(file):
     assert missing == []
 
 
-@pytest.mark.parametrize("file", LISTS)
+@pytest.mark.parametrize("file", LISTS[:2])  # of the others none must be added
 def test_hydra_accepts_each_replacement_that_it_must_add(file):
     answers = [answer(key, "1", tree(engine)) for key, _, engine in removed(file)]
     added = sorted({f"{a.new_key}.x=1" for a in answers if a is not None and a.new_key and a.new_key[0] == "+"})
@@ -158,7 +158,16 @@ def test_no_entry_stands_in_the_shadow_of_an_earlier_one():
         ),
         ("trainer.profile_steps", "[1,2]", "write global_profiler.steps=[1,2]"),
         ("ray_init.num_cpus", "16", "write ray_kwargs.ray_init.num_cpus=16"),
-        # keys that only verl's examples had
+        ("trainer.remove_previous_ckpt_in_save", "True", "write trainer.max_actor_ckpt_to_keep=1"),
+        ("trainer.remove_previous_ckpt_in_save", "False", "write trainer.max_actor_ckpt_to_keep=null"),
+        # keys that only verl's examples and recipes had
+        ("actor_rollout_ref.model.use_rmpad", "True", "write actor_rollout_ref.model.use_remove_padding=True"),
+        ("profile.options.save_path", "/p", "write global_profiler.save_path=/p"),
+        (
+            "custom_reward_function.overlong_buffer.len",
+            "4096",
+            "write +reward.reward_kwargs.overlong_buffer_cfg.len=4096",
+        ),
         ("reward_model.model_path", "/m", "write reward.reward_model.model_path=/m"),
         ("reward_model.inference.name", "vllm", "write reward.reward_model.rollout.name=vllm"),
         (
@@ -248,6 +257,19 @@ def test_several_old_keys_are_repaired_at_once():
     assert "with model_engine=megatron" in error.remedy
 
 
+@pytest.mark.parametrize("block", ["custom_reward_function.overlong_buffer", "reward_model.overlong_buffer"])
+def test_the_overlong_buffer_of_dapo_goes_where_its_manager_reads_all_that_it_needs(block):
+    written = {f"{block}.log": "True", f"{block}.enable": "True", f"{block}.len": "64"}
+    error = refusal([answer(key, value, tree("dp")) for key, value in written.items()])
+    overrides = shlex.split(error.remedy.removeprefix("write "))
+    with initialize_config_dir(config_dir=config_dir(), version_base=None):
+        reward = compose("ppo_trainer", overrides=[*overrides, "data.max_response_length=128"]).reward
+    assert reward.reward_kwargs == {
+        "overlong_buffer_cfg": {"log": True, "enable": True, "len": 64},
+        "max_resp_len": 128,
+    }
+
+
 # Keys that verl's yaml still has, and its trainer reads no more
 
 
@@ -295,6 +317,12 @@ def test_values_go_where_verls_own_migration_puts_them():
         found = answer_unread(old, "7", tree("dp"))
         assert found is not None
         assert found.remedy == f"write {new}=7"
+
+
+@pytest.mark.parametrize(("old", "new"), [("dapo", "dapo"), ("prime", "remote"), ("batch", "<value>")])
+def test_a_reward_manager_that_is_gone_is_not_offered_again(old, new):
+    found = answer_unread("reward_model.reward_manager", old, tree("dp"))
+    assert found.overrides == (f"reward.reward_manager.name={new}",)
 
 
 def test_a_null_that_needs_another_form_is_just_removed():

@@ -71,16 +71,6 @@ def planned(compose):
     return run
 
 
-@pytest.fixture
-def refused(planned):
-    def run(*overrides):
-        with pytest.raises(ConfigError) as caught:
-            planned(*overrides)
-        return caught.value
-
-    return run
-
-
 def choices(error):
     """Each thing to type, as a list of overrides; words without one are left out."""
     texts = error.remedy.replace("\n  or:       ", ", or ").split(", or ")

@@ -128,6 +128,48 @@ def test_no_engines_own_tree_has_an_old_key(engine):
     check_recipe_keys(compose([f"model_engine={engine}"]))
 
 
+def test_a_key_that_an_old_verl_had_without_its_plus_is_right_with_it():
+    line = "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True"
+    check_recipe_keys(compose([line]), parse_overrides([line]))
+
+
+@pytest.mark.parametrize(
+    ("line", "right"),
+    [
+        ("+trainer.nnode=2", "trainer.nnodes=2"),
+        ("++trainer.n_gpu_per_node=2", "trainer.n_gpus_per_node=2"),
+        ("+data.trainBatchSize=8", "data.train_batch_size=8"),
+        ("+actor_rollout_ref.roolout.n=4", "actor_rollout_ref.rollout.n=4"),
+        ("+algorithm.kl_ctrl.kl_coeff=0.1", "algorithm.kl_ctrl.kl_coef=0.1"),
+        ("+data.train_file=[/a,/b]", "data.train_files=[/a,/b]"),
+    ],
+)
+def test_a_key_misspelt_behind_a_plus_is_refused_with_the_right_one(line, right):
+    with pytest.raises(ConfigError) as caught:
+        check_recipe_keys(compose([line]), parse_overrides([line]))
+    assert caught.value.remedy.partition(", or ")[0] == right
+    check_recipe_keys(compose([right]), parse_overrides([right]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "+data.gen_prompt_size=8",
+        "+data.image_key2=b",
+        "+trainer.max_ref_ckpt_to_keep=1",
+        "+my.nnode=2",
+        "+reward.reward_kwargs.max_resp_len=9",
+        "++critic.fsdp.micro_batch_size_per_gpu=1",
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16",
+        "+distillation.teacher_models.teacher_models.num_replicas=1",
+        "+actor_rollout_ref.model.override_config.num_hidden_layer=2",
+        "~trainer.nnodes=1",
+    ],
+)
+def test_a_key_of_the_users_own_may_be_added_also_where_it_is_like_one_of_verls(line):
+    check_recipe_keys(compose([line]), parse_overrides([line]))
+
+
 def test_a_key_of_another_engine_is_one_that_this_run_does_not_read():
     line = "+critic.nccl_timeout=9"
     check_recipe_keys(compose([line[1:], "model_engine=megatron"]), parse_overrides([line[1:]]))
@@ -160,6 +202,13 @@ def test_a_word_where_verl_has_true_or_false_is_refused_with_what_it_means(overr
         check_switches(compose([override]))
     key = override.partition("=")[0]
     assert caught.value.remedy == f"{key}={value}"
+    check_switches(compose([caught.value.remedy]))
+
+
+def test_a_misspelt_name_is_refused_in_the_composed_config():
+    with pytest.raises(ConfigError) as caught:
+        check_switches(compose(["algorithm.adv_estimator=GAE"]))
+    assert caught.value.remedy == "algorithm.adv_estimator=gae"
     check_switches(compose([caught.value.remedy]))
 
 

@@ -4,16 +4,12 @@ import itertools
 import re
 
 import pytest
+from remedies import number_after
 
 from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.placement.bundles import place
 from verl_ext_sharding.placement.job import ServerFacts
 from verl_ext_sharding.placement.resources import NodeResources, check_cluster, nodes_of_job, storage_units_that_fit
-
-
-def number_after(key, text):
-    """The number that a remedy gives to a key."""
-    return int(re.search(rf"{re.escape(key)}=(\d+)", text)[1])
 
 
 def nodes(*resources):

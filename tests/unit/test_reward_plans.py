@@ -11,7 +11,6 @@ from verl_ext_sharding.config.guards import Guards
 from verl_ext_sharding.config.reward import RewardServerSettings
 from verl_ext_sharding.config.reward_limits import ENABLE
 from verl_ext_sharding.config.spec import RunSpec
-from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.bundles import place
 
 ROBERTA = {"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1, "vocab_size": 50265}
@@ -49,16 +48,6 @@ def planned(compose, model):
         return driver.prepare(compose(*overrides), explicit=parse_overrides(overrides))
 
     return made
-
-
-@pytest.fixture
-def refused(planned):
-    def error(*settings, name="hf"):
-        with pytest.raises(ConfigError) as caught:
-            planned(*settings, name=name)
-        return caught.value
-
-    return error
 
 
 def changed(plan):

@@ -1,10 +1,10 @@
 """Inference servers fill the devices that they get, on the trainer's devices and on pools of their own."""
 
 import itertools
-import re
 from dataclasses import replace
 
 import pytest
+from remedies import number_after
 
 from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.placement import servers
@@ -20,11 +20,6 @@ def job_refusal(devices, facts):
         check_job(place(devices, facts), facts)
     assert "does not start" in caught.value.consequence
     return caught.value
-
-
-def number_after(key, text):
-    """The number that a remedy gives to a key."""
-    return int(re.search(rf"{re.escape(key)}=(\d+)", text)[1])
 
 
 def parts_on_one_node(size, per_node):

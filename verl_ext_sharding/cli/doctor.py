@@ -33,15 +33,12 @@ def run(*, as_json: bool) -> int:
     rows = [("verl-ext-sharding", versions.__version__, ""), *((n, v, _remark(n, v)) for n, v in found.items())]
     render.show(render.table("Installed", ("distribution", "version", "remark"), rows))
     columns = ("patch", "target", "fits", "applied in", "why not")
+    cells = [
+        (p.id, p.target, "yes" if p.state == "pending" else "no", ", ".join(sorted(p.processes)), p.reason)
+        for p in patches
+    ]
     render.show(
-        render.table(
-            "Patches of a run with trainer.plugin=sharding (none acts in any other run)",
-            columns,
-            [
-                (p.id, p.target, "yes" if p.state == "pending" else "no", ", ".join(sorted(p.processes)), p.reason)
-                for p in patches
-            ],
-        )
+        render.table("Patches of a run with trainer.plugin=sharding (none acts in any other run)", columns, cells)
     )
     for problem in problems:
         render.show(f"problem: {problem}")

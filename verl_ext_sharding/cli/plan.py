@@ -14,13 +14,16 @@ from verl_ext_sharding.config import sft as sft_config
 from verl_ext_sharding.config.changes import parse_overrides
 from verl_ext_sharding.config.schema import PLUGIN_NAME
 from verl_ext_sharding.config.values import unreadable, whole_number
-from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.errors import ConfigError, did_you_mean
 from verl_ext_sharding.launchers import Program
 from verl_ext_sharding.placement.table import PlacementTable, RoleRow
 
 if TYPE_CHECKING:
     from hydra.errors import HydraException
     from omegaconf import DictConfig
+
+_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer_engine")
+"""verl's own primary configs."""
 
 _NODES, _DEVICES = "trainer.nnodes", "trainer.n_gpus_per_node"
 
@@ -114,7 +117,7 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
     hydra_source.register()
     for patch in hydra_overrides.SPECS:
         apply(patch)
-    folder = Path(config_path).resolve() if config_path else _verl_configs()
+    folder = _config_folder(config_path)
     switched_on = any(line.lstrip("+~").partition("=")[0] == "trainer.plugin" for line in overrides)
     lines = list(overrides) if switched_on else [*overrides, f"trainer.plugin={PLUGIN_NAME}"]
     try:
@@ -129,18 +132,22 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
 
 
 def _refused(config_name: str, error: HydraException) -> ConfigError:
-    from hydra.errors import OverrideParseException
+    from hydra.errors import MissingConfigException, OverrideParseException
 
-    remedy = "correct the override named above"
+    subject, expected = "the overrides", f"overrides of {config_name}"
+    found, remedy = str(error).partition("\nConfig search path")[0], "correct the override named above"
     if isinstance(error, OverrideParseException):
-        remedy += ", or put it in single quotes: a shell takes braces, quotes and spaces for its own"
-    return ConfigError(
-        "the overrides",
-        expected=f"overrides of {config_name}",
-        found=str(error).partition("\nConfig search path")[0],
-        consequence="nothing is planned",
-        remedy=remedy,
-    )
+        found = f"{error.override}: {str(error.message).splitlines()[0]}"
+        remedy = (
+            "write key=value, in single quotes where it has braces, quotes or spaces, which a shell takes for its own"
+        )
+    elif isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        subject, prefix = (group, f"{group}=") if group else ("--config-name", "--config-name=")
+        names = tuple(error.options or _CONFIGS)
+        expected, found = ", ".join(names), choice
+        remedy = f"{prefix}{did_you_mean(choice, names) or names[0]}"
+    return ConfigError(subject, expected=expected, found=found, consequence="nothing is planned", remedy=remedy)
 
 
 def _switched_off() -> ConfigError:
@@ -153,7 +160,25 @@ def _switched_off() -> ConfigError:
     )
 
 
-def _verl_configs() -> Path:
+def _config_folder(config_path: str | None) -> Path:
+    """The folder of configs; one that is relative starts here, or where `verl.trainer.main_ppo` takes it to start."""
+    trainer = _verl_trainer()
+    if config_path is None:
+        return trainer / "config"
+    folders = [Path(config_path).resolve(), trainer / config_path]
+    found = next((folder for folder in folders if folder.is_dir()), None)
+    if found is None:
+        raise ConfigError(
+            "--config-path",
+            expected="a folder of configs",
+            found=f"{folders[0]}, which is none",
+            consequence="nothing is planned",
+            remedy="--config-path <the recipe's folder of configs>, or leave it out for verl's own",
+        )
+    return found
+
+
+def _verl_trainer() -> Path:
     found = util.find_spec("verl")  # finds a top-level package without importing it
     if found is None or not found.submodule_search_locations:
         raise ConfigError(
@@ -163,4 +188,4 @@ def _verl_configs() -> Path:
             consequence="there is no config to plan for",
             remedy="pip install 'verl-ext-sharding[verl]'",
         )
-    return Path(next(iter(found.submodule_search_locations))) / "trainer" / "config"
+    return Path(next(iter(found.submodule_search_locations))) / "trainer"

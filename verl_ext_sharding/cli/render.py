@@ -29,12 +29,15 @@ def console() -> Console:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A plain table; a value of None reads `n/a`."""
+    """A plain table; a value of None reads `n/a`, and a last column in which nothing stands is left out."""
+    cells = [["n/a" if value is None else str(value) for value in row] for row in rows]
+    if not any(row[-1] for row in cells):
+        columns, cells = columns[:-1], [row[:-1] for row in cells]
     drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         drawn.add_column(column, overflow="fold")
-    for row in rows:
-        drawn.add_row(*("n/a" if value is None else str(value) for value in row))
+    for row in cells:
+        drawn.add_row(*row)
     return drawn
 
 

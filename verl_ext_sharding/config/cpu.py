@@ -36,7 +36,19 @@ _DEFAULTS: dict[str, Any] = {
 }
 """verl's defaults that can't run on a CPU, or that start tens of processes which a small machine can't hold."""
 
-_FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+_ONLY_CHOICE = (
+    "actor_rollout_ref.actor.strategy",
+    "actor_rollout_ref.ref.strategy",
+    "critic.strategy",
+    "actor_rollout_ref.rollout.name",
+)
+"""Of these, the keys for which there is no other value on a CPU."""
+
+FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+"""verl's `mixed_precision` of an engine that computes in float32."""
+
+ATTENTION = ("sdpa", "eager")
+"""What a CPU has kernels for."""
 
 _PRECISION = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 
@@ -79,7 +91,7 @@ def changes(config: DictConfig, facts: JobFacts, placement: Placement) -> Iterat
         yield KeyChange(key=key, new=value, why=_WHY, default=True)
     for block in _PRECISION:
         if OmegaConf.select(config, f"{block}.mixed_precision", default=None) is None:
-            yield KeyChange(key=f"{block}.mixed_precision", new=dict(_FP32), why=_WHY, default=True)
+            yield KeyChange(key=f"{block}.mixed_precision", new=dict(FP32), why=_WHY, default=True)
     yield KeyChange(key="actor_rollout_ref.rollout.dtype", new="float32", why=_WHY, default=True)
     for model in ("actor_rollout_ref.model", "critic.model"):
         key = f"{model}.override_config.attn_implementation"
@@ -123,29 +135,35 @@ def check(config: DictConfig, explicit: Mapping[str, str]) -> None:
     Raises:
         ConfigError: Names the key and what to write.
     """
-    impossible = {
-        "actor_rollout_ref.actor.strategy": ("fsdp2", {"fsdp2"}),
-        "actor_rollout_ref.ref.strategy": ("fsdp2", {"fsdp2"}),
-        "critic.strategy": ("fsdp2", {"fsdp2"}),
-        "actor_rollout_ref.rollout.name": ("hf", {"hf"}),
-    }
-    for key, (value, allowed) in impossible.items():
-        written = explicit.get(key)
-        if written is not None and written not in allowed:
-            raise ConfigError(
-                key,
-                expected=f"{value} on trainer.device=cpu",
-                found=written,
-                consequence="the run does not start",
-                remedy=f"{key}={value}, or remove trainer.device=cpu",
-            )
+    for key in _ONLY_CHOICE:
+        written, value = explicit.get(key), _DEFAULTS[key]
+        if written is not None and written != value:
+            raise not_on_cpu(key, value, written, f"{key}={value}")
     for model in ("actor_rollout_ref.model", "critic.model"):
-        attention = OmegaConf.select(config, f"{model}.override_config.attn_implementation", default=None)
-        if attention not in (None, "sdpa", "eager"):
-            raise ConfigError(
-                f"{model}.override_config.attn_implementation",
-                expected="sdpa or eager on trainer.device=cpu",
-                found=str(attention),
-                consequence="the run does not start",
-                remedy=f"+{model}.override_config.attn_implementation=sdpa",
-            )
+        check_attention(config, f"{model}.override_config.attn_implementation")
+
+
+def check_attention(config: DictConfig, key: str) -> None:
+    """Refuses attention that a CPU has no kernel for.
+
+    Args:
+        config: verl's composed config.
+        key: Where it has a model's attention; null: none is asked for.
+
+    Raises:
+        ConfigError: It asks for another than `ATTENTION`.
+    """
+    attention = OmegaConf.select(config, key, default=None)
+    if attention is not None and attention not in ATTENTION:
+        raise not_on_cpu(key, " or ".join(ATTENTION), str(attention), f"+{key}={ATTENTION[0]}")
+
+
+def not_on_cpu(key: str, expected: str, found: str, remedy: str) -> ConfigError:
+    """The error for a value that a CPU can't run with."""
+    return ConfigError(
+        key,
+        expected=f"{expected} on trainer.device=cpu",
+        found=found,
+        consequence="the run does not start",
+        remedy=f"{remedy}, or remove trainer.device=cpu",
+    )

@@ -24,6 +24,9 @@ from verl_ext_sharding.placement.job import (
 
 _ULYSSES = "ulysses_sequence_parallel_size"
 
+UNSET = "unset"
+"""Backend of servers whose name verl's config leaves open (`???`)."""
+
 FSDP = ("fsdp", "fsdp2", "fsdp_turbo")
 """Strategies whose block is `fsdp_config` of actor and ref, and `fsdp` of the critic."""
 
@@ -232,7 +235,7 @@ def _server(config: DictConfig, block: str, own_nodes: tuple[int, ...] | None = 
     data = _count(config, f"{block}.data_parallel_size", 1)
     ranks *= data * _count(config, f"{block}.pipeline_model_parallel_size", 1)
     return ServerFacts(
-        name=str(_get(config, f"{block}.name", None) or "unset"),
+        name=str(_get(config, f"{block}.name", None) or UNSET),
         ranks_per_replica=ranks,
         own_nodes=own_nodes,
         tensor_parallel_size=tensor,

@@ -1,7 +1,7 @@
 """Answers a key that an older release of verl had with the key and value to write now, or with why it is gone.
 
-Hydra itself only says that a key is unknown. What became of each key stands in `old_keys_table`, for SFT in `old_sft_keys`,
-and in `unread_keys` for those that verl's yaml still has and nothing reads.
+Hydra itself only says that a key is unknown. What became of each stands in `old_keys_table` and `older_keys_table`, for SFT
+in `old_sft_keys`, and in `unread_keys` for those that verl's yaml still has and nothing reads.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from verl_ext_sharding.config.arguments import as_argument
-from verl_ext_sharding.config.old_keys_table import REPLACEMENTS, TRAINING_ROLES, Replacement
+from verl_ext_sharding.config.old_keys_table import SINCE_0_7, TRAINING_ROLES, Replacement
 from verl_ext_sharding.config.old_sft_keys import SFT
+from verl_ext_sharding.config.older_keys_table import BEFORE_0_4_1, BEFORE_0_7
 from verl_ext_sharding.config.unread_keys import UNREAD
 from verl_ext_sharding.errors import ConfigError, did_you_mean
+
+REPLACEMENTS = SINCE_0_7 + BEFORE_0_7 + BEFORE_0_4_1
+"""Keys of PPO configs; the first that matches wins."""
 
 _PREFIXES = "+~"
 _NULLS = ("null", "none", "~")
@@ -79,7 +83,7 @@ def refusal(answers: Sequence[Answer], undo: Iterable[str] = ()) -> ConfigError:
     first = answers[0]
     more = f" and {len(answers) - 1} more" if len(answers) > 1 else ""
     remedy = _remedy(answers)
-    typed = [*undo, *(override for answer in answers if answer.available for override in answer.overrides)]
+    typed = [*undo, *_moved(answers)]
     return ConfigError(
         f"{first.key}{more}: {'keys' if more else 'a key'} of an older verl",
         expected=f"{'keys' if more else 'a key'} of verl {max((a.since for a in answers), key=_release)} or later",
@@ -91,12 +95,20 @@ def refusal(answers: Sequence[Answer], undo: Iterable[str] = ()) -> ConfigError:
 
 def _remedy(answers: Sequence[Answer]) -> str:
     """What to write and what to remove, each once."""
-    moved = [override for answer in answers if answer.available for override in answer.overrides]
+    moved = _moved(answers)
     gone = [answer.key for answer in answers if not answer.overrides]
     elsewhere = [answer.remedy for answer in answers if answer.overrides and not answer.available]
-    parts = [f"write {' '.join(map(as_argument, dict.fromkeys(moved)))}"] if moved else []
+    parts = [f"write {' '.join(map(as_argument, moved))}"] if moved else []
     parts += [f"remove {', '.join(gone)}"] if gone else []
     return "; ".join(parts + elsewhere)
+
+
+def _moved(answers: Iterable[Answer]) -> list[str]:
+    """What to type for the keys that moved, each once: a value of the user's wins over one that goes along with it."""
+    there = [answer for answer in answers if answer.available and answer.overrides]
+    users = {answer.overrides[-1].partition("=")[0] for answer in there}
+    along = [line for answer in there for line in answer.overrides[:-1] if line.partition("=")[0] not in users]
+    return list(dict.fromkeys([*along, *(answer.overrides[-1] for answer in there)]))
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -104,7 +116,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def answer(key: str, value: str | None, known_keys: Collection[str]) -> Answer | None:
-    """What became of a key of verl 0.4 to 0.9.0.
+    """What became of a key of verl 0.1 to 0.9.0.
 
     Args:
         key: Dotted key from the command line or from a recipe's yaml; Hydra's `+`, `++` and `~` may stand before it.
@@ -163,9 +175,8 @@ def _place(replacement: Replacement, match: re.Match[str], known_keys: Collectio
     """Where the key is now, why, and whether this run's config has that place."""
     reason = _fill(replacement.reason, match)
     places = [_fill(place, match) for place in replacement.new]
-    for template, place in zip(replacement.new, places, strict=True):
-        above = _fill(template.removesuffix(".*"), match).rpartition(".")[0].removeprefix("+")
-        if place in known_keys or (place.startswith("+") and above in known_keys):
+    for place in places:
+        if place in known_keys or (place.startswith("+") and _can_be_added(place[1:], known_keys)):
             return place, reason, True
     if not places:
         return None, reason, False
@@ -175,6 +186,13 @@ def _place(replacement: Replacement, match: re.Match[str], known_keys: Collectio
         return places[0], reason, False
     close = did_you_mean(leaf, siblings)  # the block moved as said, but never had such a key
     return f"{block}.{close}" if close else None, f"{reason}; {block} has no {leaf}", close is not None
+
+
+def _can_be_added(place: str, known_keys: Collection[str]) -> bool:
+    """Whether a `+` makes a key that verl reads: one below an engine's block is read by that engine alone."""
+    parts = place.split(".")
+    missing = {part for depth, part in enumerate(parts, start=1) if ".".join(parts[:depth]) not in known_keys}
+    return parts[0] not in missing and not missing & _ENGINES.keys()
 
 
 def _overrides(place: str, value: str | None, replacement: Replacement) -> tuple[str, ...]:

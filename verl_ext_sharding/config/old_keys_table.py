@@ -1,7 +1,8 @@
 """The keys that older releases of verl had and 0.9.1 lacks, each with what to write now, or why it is gone.
 
-Found by comparing the composed key trees of verl 0.4.1 to 0.9.0 with 0.9.1's, and each checked in 0.9.1's source. The
-first entry that matches wins, so what is special about one key stands before its block.
+Found by comparing the composed key trees of verl 0.7.0 to 0.9.0 with 0.9.1's, and each checked in 0.9.1's source; those of
+earlier releases stand in `older_keys_table`. The first entry that matches wins, so what is special about one key stands
+before its block.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Replacement:
         new: Where it is now, best first: the first one that the run's config has is offered. `<role>` and a trailing
             `.*` repeat what `old` matched; a leading `+` marks a key that Hydra must be told to add. Empty: gone.
         value: From the old value, as typed, to the new one. None: the value stays as it was.
+        also: Overrides that the new place needs beside it, unless the user sets them too.
     """
 
     old: str
@@ -53,27 +55,24 @@ def _skip_action(action: str) -> str:
     return "repeat" if action == "repeat_last" else action
 
 
-def _wait_steps(start: str) -> str:
+def wait_steps(start: str) -> str:
     """verl 0.7 waited step_start - 1 mini-batches and warmed up during one, utils/profiler/profile.py."""
     return str(max(int(start) - 1, 0))
 
 
-def _policy_gradient_loss(on: str) -> str:
-    return "reinforce" if on.lower() in ("true", "1", "yes", "on") else "ppo_clip"
-
-
 _FSDP_CRITIC = "the critic's FSDP settings stand beside its model block, under critic.fsdp"
 _GRADIENTS = "gradients move to the host with the parameters, by param_offload in the same block"
-_REWARD_SERVER = "the reward model is a vLLM or SGLang server, no longer a training worker"
-_SERVER_LIMIT = _REWARD_SERVER + ", with the server's own limits"
+REWARD_SERVER = "the reward model is a vLLM or SGLang server, no longer a training worker"
+_SERVER_LIMIT = REWARD_SERVER + ", with the server's own limits"
 _REWARD_BLOCK = "everything about rewards stands under reward"
 _SKIP = "skipping a rollout has a block of its own; skip.rollout_tq serves trainer.use_v1=true, skip.rollout the other"
-_SCHEDULE = (
+SCHEDULE = (
     "torch.profiler's own schedule took its place: step_start=a step_end=b is wait=a-1 warmup=1 active=b-a repeat=1"
 )
-_PROFILER = "tools are set in tool_config, per role"
-_NSIGHT = "profiling is set once for all roles, under global_profiler"
-_SERVER_ENGINE = "engine_kwargs start empty, so Hydra must add the key; the server decides whether it knows it"
+AGENT_LOOP = (
+    "an agent loop of your own takes its place, registered in the yaml file that "
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path names"
+)
 _MINDSPEED = "on NPUs model_engine=megatron is the MindSpeed engine"
 _RM_SERVER = "reward.reward_model.rollout"
 
@@ -198,8 +197,7 @@ SINCE_0_7 = (
     Replacement(
         old="actor_rollout_ref.rollout.multi_turn.interaction_config_path",
         since="0.8",
-        reason="interactions are gone; an agent loop of your own takes their place, registered in the yaml file that "
-        "actor_rollout_ref.rollout.agent.agent_loop_config_path names",
+        reason=f"interactions are gone; {AGENT_LOOP}",
     ),
     Replacement(
         old="actor_rollout_ref.rollout.skip.max_dump_step",
@@ -262,14 +260,14 @@ SINCE_0_7 = (
     Replacement(
         old="<role>.profiler.tool_config.torch.step_start",
         since="0.7.1",
-        reason=_SCHEDULE,
+        reason=SCHEDULE,
         new=("<role>.profiler.tool_config.torch.schedule.wait",),
-        value=_wait_steps,
+        value=wait_steps,
     ),
     Replacement(
         old="<role>.profiler.tool_config.torch.step_end",
         since="0.7.1",
-        reason=_SCHEDULE,
+        reason=SCHEDULE,
         new=("<role>.profiler.tool_config.torch.schedule.active",),
         value=lambda end: f"<{end} - step_start>",
     ),
@@ -283,7 +281,7 @@ SINCE_0_7 = (
         value=lambda _: "<name>",
     ),
     Replacement(
-        old="reward_model@reward_model", since="0.7.1", reason=_REWARD_SERVER + ", so there is no config group for it"
+        old="reward_model@reward_model", since="0.7.1", reason=REWARD_SERVER + ", so there is no config group for it"
     ),
     Replacement(
         old="reward_model.sandbox_fusion.*", since="0.7.1", reason=_REWARD_BLOCK, new=("reward.sandbox_fusion.*",)
@@ -295,7 +293,7 @@ SINCE_0_7 = (
     Replacement(
         old="reward_model.model_path", since="0.7", reason=_REWARD_BLOCK, new=("reward.reward_model.model_path",)
     ),
-    Replacement(old="reward_model.inference.*", since="0.7", reason=_REWARD_SERVER, new=(f"{_RM_SERVER}.*",)),
+    Replacement(old="reward_model.inference.*", since="0.7", reason=REWARD_SERVER, new=(f"{_RM_SERVER}.*",)),
     Replacement(
         old="reward_model.max_length",
         since="0.7.1",
@@ -316,7 +314,7 @@ SINCE_0_7 = (
     ),
     *(
         Replacement(
-            old=f"reward_model.megatron.{old}", since="0.7.1", reason=_REWARD_SERVER, new=(f"{_RM_SERVER}.{new}",)
+            old=f"reward_model.megatron.{old}", since="0.7.1", reason=REWARD_SERVER, new=(f"{_RM_SERVER}.{new}",)
         )
         for old, new in (
             ("tensor_model_parallel_size", "tensor_model_parallel_size"),
@@ -328,7 +326,7 @@ SINCE_0_7 = (
     Replacement(
         old="reward_model.ulysses_sequence_parallel_size",
         since="0.7.1",
-        reason=_REWARD_SERVER + ", and splits a model by tensor parallelism",
+        reason=REWARD_SERVER + ", and splits a model by tensor parallelism",
         new=(f"{_RM_SERVER}.tensor_model_parallel_size",),
     ),
     Replacement(
@@ -341,7 +339,7 @@ SINCE_0_7 = (
         for name in ("use_reward_loop", "launch_reward_fn_async")
     ),
     *(
-        Replacement(old=f"reward_model.{name}", since="0.7.1", reason=_REWARD_SERVER)
+        Replacement(old=f"reward_model.{name}", since="0.7.1", reason=REWARD_SERVER)
         for name in (
             "load_weight",
             "megatron.*",
@@ -364,136 +362,3 @@ SINCE_0_7 = (
     ),
 )
 """Keys that verl 0.7.0 to 0.9.0 had."""
-
-
-_NPU_CONTENTS = "what is recorded is one list, tool_config.npu.contents, of npu, cpu, memory, shapes, module and stack"
-
-BEFORE_0_7 = (
-    Replacement(
-        old="actor_rollout_ref.actor.use_token_level_loss",
-        since="0.4",
-        reason="the way in which a loss is averaged has a name",
-        new=("actor_rollout_ref.actor.loss_agg_mode",),
-        value=lambda on: "token-mean" if on.lower() in ("true", "1") else "seq-mean-token-mean",
-    ),
-    Replacement(
-        old="ray_init.timeline_json_file", since="0.6", reason="it moved", new=("ray_kwargs.timeline_json_file",)
-    ),
-    Replacement(old="ray_init.*", since="0.6", reason="it moved", new=("ray_kwargs.ray_init.*",)),
-    Replacement(old="trainer.profile_steps", since="0.6", reason=_NSIGHT, new=("global_profiler.steps",)),
-    *(
-        Replacement(
-            old=f"trainer.{side}_nsight_options.*",
-            since="0.6",
-            reason=_NSIGHT,
-            new=(f"global_profiler.global_tool_config.nsys.{side}_nsight_options.*",),
-        )
-        for side in ("controller", "worker")
-    ),
-    Replacement(
-        old="trainer.npu_profile.options.save_path", since="0.6", reason=_NSIGHT, new=("global_profiler.save_path",)
-    ),
-    *(
-        Replacement(
-            old=f"trainer.npu_profile.options.{name}",
-            since="0.6",
-            reason=_PROFILER,
-            new=(f"actor_rollout_ref.actor.profiler.tool_config.npu.{name}",),
-        )
-        for name in ("level", "analysis")
-    ),
-    Replacement(old="trainer.npu_profile.*", since="0.6", reason=_PROFILER + "; " + _NPU_CONTENTS),
-    Replacement(
-        old="<role>.profiler.discrete",
-        since="0.6",
-        reason=_PROFILER,
-        new=("<role>.profiler.tool_config.nsys.discrete",),
-    ),
-    *(
-        Replacement(
-            old=f"{block}.profiler.discrete",
-            since="0.6",
-            reason=_NSIGHT,
-            new=("global_profiler.global_tool_config.nsys.discrete",),
-        )
-        for block in ("actor_rollout_ref", "actor_rollout_ref.rollout")
-    ),
-    Replacement(
-        old="actor_rollout_ref.profiler.*", since="0.6", reason=_PROFILER, new=("actor_rollout_ref.actor.profiler.*",)
-    ),
-    *(
-        Replacement(old=f"<role>.profile.{old}", since="0.6", reason=_PROFILER, new=(f"<role>.profiler.{new}",))
-        for old, new in (("use_profile", "enable"), ("profile_ranks", "ranks"), ("save_path", "save_path"))
-    ),
-    Replacement(
-        old="<role>.profile.step_start",
-        since="0.6",
-        reason=_SCHEDULE,
-        new=("<role>.profiler.tool_config.torch.schedule.wait",),
-        value=_wait_steps,
-    ),
-    Replacement(
-        old="<role>.profile.step_end",
-        since="0.6",
-        reason=_SCHEDULE,
-        new=("<role>.profiler.tool_config.torch.schedule.active",),
-        value=lambda end: f"<{end} - step_start>",
-    ),
-    Replacement(old="<role>.profile.*", since="0.6", reason=_PROFILER, new=("<role>.profiler.*",)),
-    *(
-        Replacement(
-            old=f"{model}.gradient_checkpointing_kwargs.activations_checkpoint_{old}",
-            since="0.5",
-            reason="Megatron's recomputation is set among its own transformer settings",
-            new=(f"{role}.megatron.override_transformer_config.recompute_{old}",),
-        )
-        for model, role in (("actor_rollout_ref.model", "actor_rollout_ref.actor"), ("critic.model", "critic"))
-        for old in ("granularity", "method", "num_layers")
-    ),
-    *(
-        Replacement(
-            old=f"{model}.gradient_checkpointing_kwargs.*",
-            since="0.5",
-            reason="FSDP always checkpoints with use_reentrant=False when enable_gradient_checkpointing is on",
-        )
-        for model in ("actor_rollout_ref.model", "critic.model")
-    ),
-    Replacement(
-        old="critic.kl_ctrl.*", since="0.5", reason="the KL penalty is the algorithm's", new=("algorithm.kl_ctrl.*",)
-    ),
-    Replacement(
-        old="actor_rollout_ref.ref.model.*",
-        since="0.7",
-        reason="the reference policy is the actor's model before training, actor_rollout_ref.model",
-    ),
-    Replacement(
-        old="actor_rollout_ref.rollout.multi_turn.completion_callback",
-        since="0.6",
-        reason="an agent loop of your own takes its place, registered in the yaml file that "
-        "actor_rollout_ref.rollout.agent.agent_loop_config_path names",
-    ),
-    Replacement(
-        old="actor_rollout_ref.rollout.use_fire_sampling", since="0.5", reason="FIRE sampling is gone from the rollout"
-    ),
-    *(
-        Replacement(
-            old=f"actor_rollout_ref.rollout.engine_kwargs.{name}",
-            since="0.6",
-            reason=_SERVER_ENGINE,
-            new=(f"+actor_rollout_ref.rollout.engine_kwargs.{name}",),
-        )
-        for name in ("sglang.attention_backend", "vllm.disable_mm_preprocessor_cache", "vllm.swap_space")
-    ),
-    Replacement(old="algorithm.pf_ppo._target_", since="0.6", reason="verl builds algorithm.pf_ppo without it"),
-    Replacement(
-        old="algorithm.rollout_correction.use_policy_gradient",
-        since="0.7",
-        reason="the loss is named, and holds in bypass mode (algorithm.rollout_correction.bypass_mode=true)",
-        new=("algorithm.rollout_correction.loss_type",),
-        value=_policy_gradient_loss,
-    ),
-)
-"""Keys that verl 0.4.1 to 0.6.1 had, and no release since 0.7.0."""
-
-
-REPLACEMENTS = SINCE_0_7 + BEFORE_0_7

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +13,11 @@ from verl_ext_sharding.config import old_keys
 from verl_ext_sharding.config.arguments import as_argument, as_override
 from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig, unknown_key
 from verl_ext_sharding.config.translate import request_of
+from verl_ext_sharding.config.unread_keys import BLOCKS
 from verl_ext_sharding.errors import ConfigError, did_you_mean
+
+_MOST_PLACES = 2
+"""How many keys are offered for one that stands in the wrong place; of more, none is likely to be meant."""
 
 
 def explain(error: Exception, overrides: Iterable[Any], config: DictConfig) -> ConfigError | None:
@@ -48,8 +52,12 @@ def _explain_one(override: Any, config: DictConfig, switched_on: bool) -> Config
         return _no_switch(key)
     if _is_ours(missing, value):
         return unknown_key(path, name, known) if known else _no_block(path, key, override.input_line)
-    close = did_you_mean(name, known, at_least=0.8) if switched_on else None
-    return _misspelt(missing, f"{path}.{close}" if path else close, override.input_line) if close else None
+    if not switched_on or override.is_delete():
+        return None
+    close = did_you_mean(name, known, at_least=0.8)
+    if close:
+        return _misspelt(missing, f"{path}.{close}" if path else close, override.input_line)
+    return _unknown(key, override.input_line, known_keys(config))
 
 
 def _wrong_value(key: str, value: Any) -> ConfigError | None:
@@ -90,6 +98,32 @@ def _misspelt(wrong: str, right: str, line: str) -> ConfigError:
     )
 
 
+def _unknown(key: str, line: str, known: Collection[str]) -> ConfigError:
+    """The error for a key that verl has nowhere, or elsewhere. Hydra would have it added, so that nothing reads it."""
+    places = _elsewhere(key, known)
+    meant = [as_argument(line.replace(key, place, 1)) for place in places]
+    return ConfigError(
+        f"{key}: no such key",
+        expected=" or ".join(places) or "a key of verl's config",
+        found=key,
+        consequence="the run does not start",
+        remedy=" or ".join(meant)
+        or f"remove {as_argument(line)}, or type {as_argument(f'+{line}')} if code of yours reads it",
+    )
+
+
+def _elsewhere(key: str, known: Collection[str]) -> list[str]:
+    """Keys of verl's with the same end, such as `actor_rollout_ref.rollout.n` for `rollout.n`; none where many have it."""
+    parts = key.split(".")
+    for start in range(len(parts)):
+        end = ".".join(parts[start:])
+        found = [name for name in known if name.endswith(f".{end}") and name.partition(".")[0] not in BLOCKS]
+        found = [name for name in found if name.startswith(f"{parts[0]}.")] or found
+        if found:
+            return sorted(found) if len(found) <= _MOST_PLACES else []
+    return []
+
+
 def _is_ours(key: str, value: Any) -> bool:
     """Whether an override was meant for this package, as far as a misspelt one tells."""
     first, leaf = key.partition(".")[0], key.rpartition(".")[2]
@@ -117,8 +151,12 @@ def _old_keys(overrides: Iterable[Any], config: DictConfig) -> list[old_keys.Ans
     known = known_keys(config)
     found = []
     for override in overrides:
-        if _first_missing(config, override.key_or_group, override.value())[1] is not None:
-            found += [old_keys.answer(key, text, known) for key, text in _written(override)]
+        is_there = _first_missing(config, override.key_or_group, override.value())[1] is None
+        for key, text in _written(override):
+            if not is_there:
+                found.append(old_keys.answer(key, text, known))
+            elif text is not None and not override.is_delete():
+                found.append(old_keys.answer_unread(key.lstrip("+"), text, known))
     return [answer for answer in found if answer is not None]
 
 

@@ -1,5 +1,5 @@
 """What Hydra takes and verl does not read as it was meant: keys of an older verl, added by a recipe's yaml or a `+` or kept in
-verl's own yaml; and words where it has true or false."""
+verl's own yaml; keys that are misspelt behind a `+`; words where it has true or false; and misspelt names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config import old_keys
-from verl_ext_sharding.config.arguments import as_override
+from verl_ext_sharding.config.arguments import as_argument, as_override
+from verl_ext_sharding.config.choices import check_choices
 from verl_ext_sharding.config.override_hints import known_keys
 from verl_ext_sharding.config.unread_keys import BLOCKS
-from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.errors import ConfigError, misspelling_of
 
 _GENERATED = "_generated_ppo_*.yaml"
 """verl ships its composed trees, one for each engine (trainer/config)."""
@@ -24,11 +25,14 @@ _GENERATED = "_generated_ppo_*.yaml"
 _ENGINE_CHOICES = ("actor_rollout_ref.actor._target_", "critic._target_")
 """Keys by which a config tells its engines."""
 
+_NAMES_OF_USERS = ("distillation.teacher_models", "trainer.v1")
+"""Blocks below which users choose the names."""
+
 _WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 
 
 def check_recipe_keys(config: DictConfig, explicit: Collection[str] = ()) -> None:
-    """Answers the keys of the composed config that only an older verl had or read.
+    """Answers the keys of the composed config that only an older verl had or read, and those that a `+` added misspelt.
 
     Args:
         config: The composed config, recipe included.
@@ -41,7 +45,8 @@ def check_recipe_keys(config: DictConfig, explicit: Collection[str] = ()) -> Non
     if not known:
         return
     answers, undo = [], []
-    for key, value in _leaves(config):
+    values = dict(_leaves(config))
+    for key, value in values.items():
         found = _answer(key, value, known)
         if found is None:
             continue
@@ -50,10 +55,29 @@ def check_recipe_keys(config: DictConfig, explicit: Collection[str] = ()) -> Non
             undo.append(_undo(key, known))
     if answers:
         raise old_keys.refusal(answers, undo=dict.fromkeys(undo))
+    for key in explicit:
+        right = _meant(key, known)
+        if right is not None and key in values:
+            raise _misspelt(key, right, values[key])
+
+
+def _meant(key: str, known: Collection[str]) -> str | None:
+    """The key of verl's that one of the command line is a misspelling of, or None."""
+    parts = key.split(".")
+    depth = next((depth for depth in range(len(parts)) if ".".join(parts[: depth + 1]) not in known), None)
+    block = ".".join(parts[:depth])
+    if depth is None or block in _NAMES_OF_USERS:
+        return None
+    start = f"{block}." if block else ""
+    siblings = {name.removeprefix(start).partition(".")[0] for name in known if name.startswith(start)}
+    right = misspelling_of(parts[depth], sorted(siblings))
+    return None if right is None else ".".join([*parts[:depth], right, *parts[depth + 1 :]])
 
 
 def check_switches(config: DictConfig) -> None:
-    """Refuses a word where verl has true or false: Hydra reads `no` and `off` as text, and verl takes any text for true.
+    """Refuses a word where verl has true or false, and a misspelt name where it has a few: both would be taken in silence.
+
+    Hydra reads `no` and `off` as text, and verl takes any text for true.
 
     Args:
         config: The composed config.
@@ -62,9 +86,10 @@ def check_switches(config: DictConfig) -> None:
         ConfigError: Names the first such key.
     """
     switches = frozenset().union(*(tree.switches for tree in _verl_trees()))
-    for key, value in _leaves(config):
+    values = {key: value for key, value in _leaves(config) if not key.startswith("sharding.")}
+    for key, value in values.items():
         means = _WORDS.get(value.lower()) if isinstance(value, str) else None
-        if means is None or key.rpartition(".")[2] not in switches or key.startswith("sharding."):
+        if means is None or key.rpartition(".")[2] not in switches:
             continue
         raise ConfigError(
             key,
@@ -73,6 +98,7 @@ def check_switches(config: DictConfig) -> None:
             consequence="the run does not start",
             remedy=f"{key}={str(means).lower()}",
         )
+    check_choices(values)
 
 
 def _answer(key: str, value: Any, known: Collection[str]) -> old_keys.Answer | None:
@@ -81,9 +107,22 @@ def _answer(key: str, value: Any, known: Collection[str]) -> old_keys.Answer | N
         asks = key.startswith(tuple(f"{block}." for block in BLOCKS)) and text not in (None, "null", "{}", "[]")
         return old_keys.answer_unread(key, str(text), known) if asks else None
     found = old_keys.answer(key, text, known)
+    if found is not None and found.new_key == f"+{key}":
+        return None  # only an override without its + was wrong
     if found is None and text not in (None, "null"):
         found = old_keys.answer_unread(key, str(text), known)
     return replace(found, overrides=()) if found is not None and value == {} else found
+
+
+def _misspelt(key: str, right: str, value: Any) -> ConfigError:
+    name = key.rpartition(".")[2]
+    return ConfigError(
+        f"{key}: no key of verl's",
+        expected=right,
+        found=key,
+        consequence="the run does not start, since verl would not read it",
+        remedy=f"{as_argument(f'{right}={as_override(value)}')}, or +mine.{name} if it is one that code of yours reads",
+    )
 
 
 def _undo(key: str, known: Collection[str]) -> str:

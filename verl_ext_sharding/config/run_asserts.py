@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verl_ext_sharding.config.facts import UNSET
 from verl_ext_sharding.config.measures import ENGINE_BLOCK
 from verl_ext_sharding.errors import ConfigError, did_you_mean
 from verl_ext_sharding.placement.bundles import Placement
@@ -12,6 +13,9 @@ from verl_ext_sharding.placement.job import JobFacts, ServerFacts
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _BACKENDS = ("vllm", "sglang", "trtllm", "hf")
+_RENAMED_BACKENDS = {"sglang_async": "sglang"}
+"""Names of verl 0.4 and earlier -> theirs now."""
+
 _BATCH = "data.train_batch_size"
 _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
@@ -99,8 +103,8 @@ def _check_server(role: str, server: ServerFacts, values: Mapping[str, Any]) -> 
             consequence="the run does not start",
             remedy=f"{mode}=async, or remove {mode}",
         )
-    close = did_you_mean(server.name.lower(), _BACKENDS, at_least=0.8)  # a recipe may register others
-    if close and server.name not in _BACKENDS:
+    close = _RENAMED_BACKENDS.get(server.name) or did_you_mean(server.name.lower(), _BACKENDS, at_least=0.8)
+    if close and server.name not in _BACKENDS:  # a recipe may register others
         raise ConfigError(
             name,
             expected=", ".join(_BACKENDS),
@@ -109,6 +113,14 @@ def _check_server(role: str, server: ServerFacts, values: Mapping[str, Any]) -> 
             remedy=f"{name}={close}",
         )
     _check_parallel_sizes(server, values)
+    if role == "reward" and server.name == UNSET:
+        raise ConfigError(
+            name,
+            expected=f"what serves the reward model: {', '.join(_BACKENDS)}",
+            found="nothing: verl has no default for it",
+            consequence="the run does not start",
+            remedy=f"{name}=vllm",
+        )
     if role == "reward" and values.get("reward.reward_model.model_path") is None:
         raise ConfigError(
             "reward.reward_model.model_path",
@@ -185,7 +197,7 @@ def _check_separate_async(values: Mapping[str, Any], facts: JobFacts) -> None:
             expected=f"nccl, nixl, mooncake or another that sends weights to other devices, with {mode}",
             found="naive, which hands them over on the same device",
             consequence="the run does not start",
-            remedy=f"{backend}={'hccl' if values.get('trainer.device') == 'npu' else 'nccl'}",
+            remedy=f"{backend}=nccl",  # on NPUs it is the name of the engine on HCCL
         )
     if facts.reward is not None and facts.reward.own_nodes is None:
         raise ConfigError(

@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange
 from verl_ext_sharding.config.measures import handled_keys
 from verl_ext_sharding.config.schema import ActorConfig, ShardingConfig
@@ -48,12 +49,10 @@ _SAMPLES, _TOKENS = "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu
 
 _ATTENTION = "model.override_config.attn_implementation"
 
-_FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-
 _ON_CPU: dict[str, Any] = {
     "engine.strategy": "fsdp2",
     "engine.use_torch_compile": False,
-    "engine.mixed_precision": _FP32,
+    "engine.mixed_precision": cpu.FP32,
     "model.use_remove_padding": False,
     _ATTENTION: "sdpa",
     "data.num_workers": 0,
@@ -106,10 +105,8 @@ def cpu_changes(config: DictConfig, explicit: Mapping[str, str]) -> Iterator[Key
     """
     engine = engine_name(config)
     if engine not in _FSDP or explicit.get("engine.strategy", "fsdp2") != "fsdp2":
-        raise _not_on_cpu("engine.strategy", "fsdp2", engine, "engine=fsdp engine.strategy=fsdp2")
-    attention = OmegaConf.select(config, _ATTENTION, default=None)
-    if attention not in (None, "sdpa", "eager"):
-        raise _not_on_cpu(_ATTENTION, "sdpa or eager", str(attention), f"+{_ATTENTION}=sdpa")
+        raise cpu.not_on_cpu("engine.strategy", "fsdp2", engine, "engine=fsdp engine.strategy=fsdp2")
+    cpu.check_attention(config, _ATTENTION)
     for key, value in _ON_CPU.items():
         if key not in _UNSET or OmegaConf.select(config, key, default=None) is None:
             yield KeyChange(key=key, new=value, why="trainer.device=cpu", default=True)
@@ -258,14 +255,4 @@ def _not_fsdp(engine: str) -> ConfigError:
         found=engine,
         consequence="the run does not start, since the request would be skipped",
         remedy=f"engine=fsdp optim=fsdp, or remove the {_PREFIX} overrides and set {engine}'s own keys",
-    )
-
-
-def _not_on_cpu(key: str, expected: str, found: str, remedy: str) -> ConfigError:
-    return ConfigError(
-        key,
-        expected=f"{expected} on trainer.device=cpu",
-        found=found,
-        consequence="the run does not start",
-        remedy=f"{remedy}, or remove trainer.device=cpu",
     )

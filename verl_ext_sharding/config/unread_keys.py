@@ -14,9 +14,16 @@ BLOCKS = ("custom_reward_function", "reward_model", "sandbox_fusion")
 _REASON = "verl's yaml still has it, but its PPO trainer reads everything about rewards under reward"
 _SERVER = "the reward model is a vLLM or SGLang server, for which verl reads it nowhere"
 
+
+def _manager(name: str) -> str:
+    """The reward loop's manager that scores as one of `verl.workers.reward_manager` did."""
+    if name == "batch":
+        raise ValueError(name)  # its functions take many samples at once, those of the reward loop take one
+    return "remote" if name == "prime" else name
+
+
 _MOVED = {
     "num_workers": "reward.num_workers",
-    "reward_manager": "reward.reward_manager.name",
     "reward_loop_source": "reward.reward_manager.source",
     "reward_loop_module_path": "reward.reward_manager.module.path",
     "reward_loop_class_name": "reward.reward_manager.module.name",
@@ -25,6 +32,13 @@ _MOVED = {
 }
 
 UNREAD = (
+    Replacement(
+        old="reward_model.reward_manager",
+        since="0.9",
+        reason="the reward loop has the managers naive, dapo, gdpo and remote, which took the place of prime",
+        new=("reward.reward_manager.name",),
+        value=_manager,
+    ),
     *(Replacement(old=f"reward_model.{old}", since="0.9", reason=_REASON, new=(new,)) for old, new in _MOVED.items()),
     Replacement(old="reward_model.reward_kwargs.*", since="0.9", reason=_REASON, new=("+reward.reward_kwargs.*",)),
     Replacement(old="reward_model.model.external_lib", since="0.9", reason=_SERVER),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_ext_sharding.errors import PlainErrors
 from verl_ext_sharding.patching import original
 from verl_ext_sharding.patching.spec import PatchSpec
 
@@ -15,16 +16,13 @@ from verl_ext_sharding.patching.spec import PatchSpec
 def run_ppo(config: Any, task_runner_class: Any) -> None:
     """As verl's, with the plugin's plan in front when the config asks for it."""
     from verl_ext_sharding import driver, task_runner
-    from verl_ext_sharding.errors import ShardingError
 
     stock = original(SPEC)
-    if not driver.asked_for(config):
-        stock(config, task_runner_class=task_runner_class)
-        return
-    try:
-        task_runner.launch(stock, config, task_runner_class)
-    except ShardingError as error:
-        raise error.with_traceback(None) from None  # what is wrong stands in the message, not in our frames
+    with PlainErrors():
+        if driver.asked_for(config):
+            task_runner.launch(stock, config, task_runner_class)
+            return
+    stock(config, task_runner_class=task_runner_class)
 
 
 SPEC = PatchSpec(

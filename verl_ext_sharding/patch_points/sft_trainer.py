@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_ext_sharding.errors import PlainErrors
 from verl_ext_sharding.patching import original
 from verl_ext_sharding.patching.spec import PatchSpec
 
@@ -18,10 +19,11 @@ def run_sft(config: Any) -> None:
     from verl_ext_sharding import driver, sft
 
     stock = original(PLAN)
-    if driver.asked_for(config):
-        sft.launch(stock, config)
-    else:
-        stock(config)
+    with PlainErrors():
+        if driver.asked_for(config):
+            sft.launch(stock, config)
+            return
+    stock(config)
 
 
 def initialize_global_process_group(timeout_second: int = 36000) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_ext_sharding.errors import PlainErrors
 from verl_ext_sharding.patching import original
 from verl_ext_sharding.patching.spec import PatchSpec
 
@@ -15,13 +16,10 @@ from verl_ext_sharding.patching.spec import PatchSpec
 def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
     """As verl's, on the number of devices that the actor really has."""
     from verl_ext_sharding import driver
-    from verl_ext_sharding.errors import ShardingError
 
-    try:
+    with PlainErrors():
         if driver.asked_for(config):
             config = driver.view_for_validation(config)
-    except ShardingError as error:
-        raise error.with_traceback(None) from None  # what is wrong stands in the message, not in our frames
     original(SPEC)(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
 
 
