@@ -128,3 +128,26 @@ def test_a_checkpointed_entropy_of_padded_batches_is_computed_one_way_in_both_pa
     assert len(stock_calls) == num_stock
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+# Logits that the loss reads beside the log-probs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_leave_the_logits_to_a_chunked_distillation_loss_of_the_same_batch(dtype):
+    from verl.trainer.distillation.fsdp.losses import _chunked_topk_log_probs
+
+    batch = get_tensordict({"input_ids": torch.zeros(2, 2)}, non_tensor_dict={"distillation_use_topk": True})
+    weight = torch.randn(6, VOCABULARY, dtype=dtype, requires_grad=True)
+    labels, topk = torch.arange(6), torch.arange(12).view(1, 6, 2)
+    gradients = []
+    for logprobs in (verl_functional.logprobs_from_logits_naive, patch.logprobs_from_logits):
+        weight.grad = None
+        with patch.logits_path(engine("chunked")._logits_path(batch)):
+            logits = weight * 1.0
+            distilled = _chunked_topk_log_probs(logits[None], topk)
+            loss = distilled.float().sum() + logprobs(logits, labels).float().sum()
+        loss.backward()
+        gradients.append(weight.grad.float())
+    tolerance = 1e-6 if dtype is torch.float32 else 0.05
+    torch.testing.assert_close(*gradients, rtol=0, atol=tolerance)

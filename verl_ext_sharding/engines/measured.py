@@ -212,7 +212,8 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin):
             if not self._warned:
                 logger.warning("log-probs of %s: %s for such batches (%s)", self.role, choice.name, choice.reason)
                 self._warned = True
-        return LogitsPath(name="chunked", compiled=self._compiles_logits())
+        distilled = bool(tu.get_non_tensor_data(data=micro_batch, key="distillation_use_topk", default=False))
+        return LogitsPath(name="chunked", compiled=self._compiles_logits(), distilled=distilled)
 
     # Activations
 

@@ -23,10 +23,12 @@ class LogitsPath:
     Args:
         name: "chunked": tile by tile. "full": the plain formula over all logits at once.
         compiled: Whether tiles are compiled; None: where the platform compiles them.
+        distilled: Whether the loss has a term of the same logits beside the log-probs (top-k distillation).
     """
 
     name: Literal["chunked", "full"]
     compiled: bool | None = None
+    distilled: bool = False
 
 
 _path: ContextVar[LogitsPath | None] = ContextVar("logits_path", default=None)
@@ -55,7 +57,9 @@ def logprobs_from_logits(logits: Any, labels: Any, inplace_backward: bool = True
 
     if path.name == "full":
         return logprobs.plain_logprobs(logits, labels)
-    return logprobs.logprobs_from_logits(logits, labels, inplace_backward, compiled=path.compiled)
+    # verl's chunked top-k saves float32 logits as they are, and others as a copy
+    inplace = inplace_backward and not (path.distilled and str(logits.dtype) == "torch.float32")
+    return logprobs.logprobs_from_logits(logits, labels, inplace, compiled=path.compiled)
 
 
 def entropy_from_logits(logits: Any) -> Any:
