@@ -248,7 +248,7 @@ def test_keys_that_a_recipe_adds_for_itself_are_its_own(composed):
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("misspelt role", ["sharding.roles.critc: no such key", "did you mean sharding.roles.critic?"]),
+        ("misspelt role", ["sharding.roles.critc: no such key", "Then type sharding.roles.critic.devices=[1]"]),
         ("misspelt role in yaml", ["sharding.roles.critc: no such key", "did you mean sharding.roles.critic?"]),
         ("misspelt plugin", ["trainer.plugn: no such key", "did you mean trainer.plugin?"]),
         ("misspelt plugin in sft", ["trainer.plugn: no such key", "did you mean trainer.plugin?"]),

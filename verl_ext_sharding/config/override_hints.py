@@ -51,7 +51,13 @@ def _explain_one(override: Any, config: DictConfig, switched_on: bool) -> Config
     if path == "trainer.plugin" or (close is None and _switches_on(name, value)):
         return _no_switch(key)
     if _is_ours(missing, value):
-        return unknown_key(path, name, known) if known else _no_block(path, key, override.input_line)
+        if not known:
+            return _no_block(path, key, override.input_line)
+        error = unknown_key(path, name, known)
+        meant = error.remedy.removeprefix("did you mean ").removesuffix("?")
+        if meant != error.remedy and key.startswith(missing):  # else a block as a value has it
+            error.remedy += f" Then type {as_argument(override.input_line.replace(missing, meant, 1))}"
+        return error
     if not switched_on or override.is_delete():
         return None
     close = did_you_mean(name, known, at_least=0.8)
