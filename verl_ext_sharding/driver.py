@@ -168,6 +168,8 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
 
 LOGITS = "sharding.roles.*.logits"
 
+LORA = "actor_rollout_ref.model.lora.rank"
+
 CRITIC_ATTENTION = "critic.model.override_config.attn_implementation"
 
 
@@ -226,6 +228,8 @@ def needed_keys(plan: Plan, placement: Placement) -> tuple[str, ...]:
         needed.append(CRITIC_ATTENTION)
     if plan.scores_by_model:
         needed.append(ENABLE)
+    if plan.facts.ref_in_actor and {"ref", "critic"} <= set(plan.facts.engines):
+        needed.append(LORA)
     return tuple(needed)
 
 
