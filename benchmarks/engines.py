@@ -26,11 +26,12 @@ import argparse
 import functools
 import gc
 import os
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
@@ -111,9 +112,13 @@ class Bench:
             torch.manual_seed(0)
             with torch.device(self.device):
                 model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-            model.save_pretrained(folder)
+            building = Path(tempfile.mkdtemp(dir=root))
+            model.save_pretrained(building)
             tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(assets.build().model)
-            tokenizer.save_pretrained(folder)
+            tokenizer.save_pretrained(building)
+            with suppress(OSError):  # another process was faster
+                building.rename(folder)
+            shutil.rmtree(building, ignore_errors=True)
         torch.distributed.barrier()
         return folder
 
