@@ -8,6 +8,7 @@ from verl_ext_sharding.communication.hygiene import IB_DISABLE, P2P_DISABLE, dec
 from verl_ext_sharding.config.schema import CommunicationConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.errors import ConfigError, PlacementError
+from verl_ext_sharding.model_plans import AttentionUse
 from verl_ext_sharding.patching import ledger
 from verl_ext_sharding.placement.bundles import place
 from verl_ext_sharding.placement.job import ServerFacts
@@ -21,11 +22,12 @@ ray = pytest.importorskip("ray")
 def settings_of(monkeypatch, tmp_path, job):
     """`settings_of({"node": (resources, [rdma devices])}, config, **facts)`: what the nodes agree on.
 
-    `taken={"node": resources}`: what is left of a node that other jobs use.
+    `taken={"node": resources}`: what is left of a node that other jobs use. `attention`: what the roles' models run, on nodes of H200s
+    without flash-attn.
     """
     from verl_ext_sharding import cluster
 
-    def settings(machines, config=None, taken=None, **facts):
+    def settings(machines, config=None, taken=None, attention=(), **facts):
         placement = place({}, job(("actor",), **facts))
         run = RunSpec(placement=placement, bundle_cpus=3)
         folders = {}
@@ -46,9 +48,10 @@ def settings_of(monkeypatch, tmp_path, job):
                 found = []
                 if communication is not None:
                     found = decide(communication, exports, sys_class_infiniband=folders[self.node])
-                packages = Packages(torch="2.11.0", flash_attn=True, kernels=False)
+                packages = Packages(torch="2.11.0", flash_attn=False, kernels=False)
                 code = {**ledger.parity(), "spec": run.digest()}
-                return cluster.NodeAnswer(code=code, settings=found, cards=[], packages=packages)
+                cards = [(9, 0)] * int(machines[self.node][0].get("GPU", 0))
+                return cluster.NodeAnswer(code=code, settings=found, cards=cards, packages=packages)
 
         alive = [
             {"NodeID": ids[name], "NodeManagerAddress": name, "Resources": resources}
@@ -61,7 +64,7 @@ def settings_of(monkeypatch, tmp_path, job):
         monkeypatch.setattr(
             cluster, "ray", types.SimpleNamespace(get=lambda answers, timeout: answers, exceptions=ray.exceptions)
         )
-        found = cluster.inspect_nodes(run, {}, config or CommunicationConfig(), {})
+        found = cluster.inspect_nodes(run, {}, config or CommunicationConfig(), {}, attention=attention)
         return {setting.name: setting.value for setting in found}
 
     return settings
@@ -109,6 +112,13 @@ def test_a_client_of_ray_asks_a_process_of_the_cluster(monkeypatch):
     monkeypatch.setattr(cluster, "_ask_available", types.SimpleNamespace(remote=lambda: "question"))
     monkeypatch.setattr(ray, "get", lambda asked, timeout: {asked: {"GPU": 1.0}})
     assert cluster._available() == {"question": {"GPU": 1.0}}
+
+
+def test_attention_that_no_node_can_run_stops_the_job_before_its_workers(settings_of):
+    nodes = {"head": (HEAD, []), "a": (GPUS, [])}
+    use = AttentionUse(role="actor", requested="flash_attention_2", measured=False, packed=True, dtype="bfloat16")
+    with pytest.raises(ConfigError, match="neither flash-attn nor Hugging Face's kernels is installed"):
+        settings_of(nodes, attention=[use])
 
 
 # Through the driver
