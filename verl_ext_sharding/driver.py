@@ -22,7 +22,7 @@ from verl_ext_sharding.config.facts import job_facts, uses_lora
 from verl_ext_sharding.config.measures import ENGINE_ROLES, RoleMeasures, measures_of
 from verl_ext_sharding.config.micro_batches import check_micro_batches
 from verl_ext_sharding.config.offload import offload_notes
-from verl_ext_sharding.config.recipe_keys import check_recipe_keys, check_switches
+from verl_ext_sharding.config.recipe_keys import check_recipe_keys, check_words
 from verl_ext_sharding.config.reward import RewardServerSettings
 from verl_ext_sharding.config.reward_limits import ENABLE, is_discriminative
 from verl_ext_sharding.config.run_asserts import check_asserts
@@ -116,7 +116,7 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
     _require_v1(config)
     cpu.check_device(config)
     check_recipe_keys(config, explicit)
-    check_switches(config)
+    check_words(config)
     request = request_of(config)
     facts = job_facts(config)
     placement = place(

@@ -22,7 +22,7 @@ from verl_ext_sharding.config import cpu, measures, old_keys, sft
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
 from verl_ext_sharding.config.guards import Guards
 from verl_ext_sharding.config.override_hints import known_keys
-from verl_ext_sharding.config.recipe_keys import check_switches
+from verl_ext_sharding.config.recipe_keys import check_words
 from verl_ext_sharding.config.schema import CommunicationConfig, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.config.translate import request_of, values_of
@@ -90,7 +90,7 @@ def _apply_request(
 ) -> tuple[ShardingConfig, list[KeyChange]]:
     cpu.check_device(config)
     _check_old_keys(config, explicit)
-    check_switches(config)
+    check_words(config)
     request = request_of(config)
     applied: list[KeyChange] = []
     if environ.get(envs.VERL_PLATFORM, "").strip().lower() == "cpu":

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from verl_ext_sharding import driver
 from verl_ext_sharding.cli.plan import compose
 from verl_ext_sharding.config.changes import parse_overrides
-from verl_ext_sharding.config.recipe_keys import check_recipe_keys, check_switches
+from verl_ext_sharding.config.recipe_keys import check_recipe_keys, check_words
 from verl_ext_sharding.errors import ConfigError
 
 
@@ -199,18 +199,18 @@ def test_a_job_with_a_reward_key_that_nothing_reads_is_refused_before_it_is_plan
 )
 def test_a_word_where_verl_has_true_or_false_is_refused_with_what_it_means(override, value):
     with pytest.raises(ConfigError) as caught:
-        check_switches(compose([override]))
+        check_words(compose([override]))
     key = override.partition("=")[0]
     assert caught.value.remedy == f"{key}={value}"
-    check_switches(compose([caught.value.remedy]))
+    check_words(compose([caught.value.remedy]))
 
 
 def test_a_misspelt_name_is_refused_in_the_composed_config():
     with pytest.raises(ConfigError) as caught:
-        check_switches(compose(["algorithm.adv_estimator=GAE"]))
+        check_words(compose(["algorithm.adv_estimator=GAE"]))
     assert caught.value.remedy == "algorithm.adv_estimator=gae"
-    check_switches(compose([caught.value.remedy]))
+    check_words(compose([caught.value.remedy]))
 
 
 def test_words_elsewhere_and_words_of_ours_are_left_alone():
-    check_switches(compose(["sharding.guards.token_ids=off", "trainer.experiment_name=on", "+my_block.mode=off"]))
+    check_words(compose(["sharding.guards.token_ids=off", "trainer.experiment_name=on", "+my_block.mode=off"]))

@@ -74,7 +74,7 @@ def _meant(key: str, known: Collection[str]) -> str | None:
     return None if right is None else ".".join([*parts[:depth], right, *parts[depth + 1 :]])
 
 
-def check_switches(config: DictConfig) -> None:
+def check_words(config: DictConfig) -> None:
     """Refuses a word where verl has true or false, and a misspelt name where it has a few: both would be taken in silence.
 
     Hydra reads `no` and `off` as text, and verl takes any text for true.
