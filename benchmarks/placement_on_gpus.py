@@ -300,7 +300,12 @@ def main() -> int:
     parser.add_argument("--response", type=int, default=128)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.2)
     parser.add_argument("--timeout-s", type=float, default=400)
-    parser.add_argument("--cap-gib", type=float, default=12, help="memory of the actor's second rank in `capped`")
+    parser.add_argument(
+        "--cap-gib",
+        type=float,
+        default=4.5,
+        help="memory of the actor's second rank in `capped`; weights, gradients and states of half a 0.5B are 3.7 GiB",
+    )
     parser.add_argument("--parallel", action="store_true")
     parser.add_argument("--pin", action="store_true", help="each job on a GPU of its own, all at once")
     parser.add_argument("--keep", type=Path, help="folder for the logs")
