@@ -36,10 +36,9 @@ class ShardingError(Exception):
             setattr(self, field, getattr(self, field).replace(ROLE, role))
 
     def __str__(self) -> str:
-        return (
-            f"{self.subject}\n  expected: {self.expected}\n  found:    {self.found}\n"
-            f"  now:      {self.consequence}\n  fix:      {self.remedy}"
-        )
+        parts = {"expected": self.expected, "found": self.found, "now": self.consequence, "fix": self.remedy}
+        lines = [f"  {f'{name}:':<10}" + str(text).replace("\n", f"\n{' ' * 12}") for name, text in parts.items()]
+        return "\n".join([self.subject, *lines])
 
     def __reduce__(self) -> tuple[object, tuple[type[ShardingError], tuple[str, ...]]]:
         return _rebuild, (type(self), (self.subject, self.expected, self.found, self.consequence, self.remedy))

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 
 import pytest
 
 from verl_ext_sharding import envs, versions
 from verl_ext_sharding.cli import doctor, main
+from verl_ext_sharding.errors import PatchError
 from verl_ext_sharding.patching import ledger
 
 
@@ -138,6 +140,14 @@ def test_a_missing_entry_point_is_a_problem(capsys, monkeypatch):
 def test_a_plugin_that_fails_to_load_is_a_problem_with_the_reason(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_load_failure", lambda: "ImportError: no good")
     assert problem(capsys) == "the plugin fails to load: ImportError: no good"
+
+
+def test_an_error_of_several_lines_is_told_whole():
+    error = PatchError("verl", expected="a release", found="1.0", consequence="it stops", remedy="pip install verl")
+    text = "Traceback (most recent call last):\n" + "".join(traceback.format_exception_only(error))
+    assert doctor._error_in(text) == (
+        "verl_ext_sharding.errors.PatchError: verl expected: a release found: 1.0 now: it stops fix: pip install verl"
+    )
 
 
 _DOCTOR = "import sys; from verl_ext_sharding.cli.main import main; sys.exit(main(['doctor', '--json']))"

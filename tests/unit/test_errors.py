@@ -28,6 +28,11 @@ def test_a_message_has_all_five_parts_each_on_its_line(cls):
     assert [line.split(":", 1)[1].strip() for line in lines[1:]] == list(FIELDS.values())
 
 
+def test_a_part_of_several_lines_stays_in_its_column():
+    lines = str(ConfigError("critic.x", **{**FIELDS, "found": "HTTP 502\n<html>"})).splitlines()
+    assert lines[2:4] == ["  found:    HTTP 502", "            <html>"]
+
+
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_an_error_survives_pickling_with_its_class_and_parts(cls, protocol):
