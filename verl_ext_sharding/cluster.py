@@ -207,7 +207,7 @@ def _broken_node(error: Any) -> Exception:
     return ClusterError(
         "verl-ext-sharding on the nodes of the Ray cluster",
         expected="the plugin imports on each node",
-        found=str(error).strip().splitlines()[-1],
+        found=(str(error).strip() or type(cause).__name__).splitlines()[-1],
         consequence="the run stops before workers start",
         remedy="pip install verl-ext-sharding on each node, then run `verl-sharding doctor` there",
     )

@@ -100,6 +100,21 @@ def first_error_of(process: str) -> str:
     return f"look for the first error of the {process} in the run's output or in Ray's logs (session_latest/logs)"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def why_it_ended(error: BaseException) -> str:
+    """What Ray says of why an actor has ended, on one line; the first line of the error where it doesn't say.
+
+    Args:
+        error: Ray's, whose first line is the same for every reason.
+    """
+    _, found, reason = str(error).partition("The actor is dead because ")
+    return " ".join(reason.split()) if found else first_line(error)
+
+
 def did_you_mean(name: str, known: Iterable[str], *, at_least: float = 0.6) -> str | None:
     """Returns the known name closest to a misspelt one, or None when none is near.
 

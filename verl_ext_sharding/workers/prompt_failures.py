@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from verl_ext_sharding.errors import ClusterError, ShardingError, first_error_of
+from verl_ext_sharding.errors import ClusterError, ShardingError, first_error_of, why_it_ended
 
 _HOOKED = "_sync_metadata_from_transfer_queue"
 
@@ -112,7 +112,7 @@ def server_died(role: str, replica: Any, config: Any, error: Exception) -> Shard
     return ClusterError(
         f"rollout server {replica.replica_rank}",
         expected="a process that generates",
-        found=f"it has ended: {str(error).splitlines()[0]}",
+        found=f"it has ended: {why_it_ended(error)}",
         consequence="the run stops, since what it was to generate fails",
         remedy=f"{first_error_of(f'{replica.config.name} server')}; out of memory: a smaller "
         "actor_rollout_ref.rollout.gpu_memory_utilization",
