@@ -153,6 +153,15 @@ def test_an_error_of_several_lines_is_told_whole():
 _DOCTOR = "import sys; from verl_ext_sharding.cli.main import main; sys.exit(main(['doctor', '--json']))"
 
 
+def test_a_reader_that_leaves_before_the_output_is_no_traceback():
+    script = _DOCTOR.replace("'--json'", "'--env', '--json'")
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child.stdout.close()
+    assert child.stderr.read() == ""
+    assert child.wait() == 1
+    child.stderr.close()
+
+
 def test_it_runs_where_verl_does_not_import(tmp_path):
     (tmp_path / "verl").mkdir()
     (tmp_path / "verl" / "__init__.py").write_text("raise ImportError('this verl is broken')\n")

@@ -16,7 +16,7 @@ from verl_ext_sharding.demo import command, processes, runner
 from verl_ext_sharding.demo.processes import Interrupts
 
 DEMO = """
-import resource, sys
+import resource, signal, sys
 from verl_ext_sharding.cli import main
 from verl_ext_sharding.demo import assets, runner
 
@@ -24,6 +24,7 @@ def build(model, root):
     root.mkdir(parents=True, exist_ok=True)
     return assets.Assets(**dict.fromkeys(("model", "critic", "train_files", "val_files", "reward"), root))
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 runner._devices = lambda device: ("cpu", 4)
 if "full" in sys.argv:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, 2**12))

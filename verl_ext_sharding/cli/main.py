@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         options.overrides = [*options.overrides, *rest]  # argparse takes overrides on one side of a flag only
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
     except ShardingError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
