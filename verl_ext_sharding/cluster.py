@@ -15,13 +15,14 @@ from verl_ext_sharding.config import spec
 from verl_ext_sharding.config.dtypes import Capability, DtypeUse, check_dtypes, device_capabilities
 from verl_ext_sharding.config.schema import CommunicationConfig
 from verl_ext_sharding.config.spec import RunSpec
-from verl_ext_sharding.errors import ClusterError, ConfigError
+from verl_ext_sharding.errors import ClusterError, ShardingError
 from verl_ext_sharding.model_plans import AttentionUse, check_nodes
 from verl_ext_sharding.patching import ledger
 from verl_ext_sharding.placement.resources import NodeResources
 from verl_ext_sharding.workers.probe import Packages, compute_capabilities, packages
 
 ANSWER_TIMEOUT_S = 120.0
+"""The least; `sharding.placement.timeout_s` may ask for more, where processes start slowly."""
 
 
 def free_resources() -> list[NodeResources]:
@@ -78,11 +79,14 @@ def inspect_nodes(
         ).remote(communication if joining else None, dict(exports))
         for node, joining in zip(nodes, joins, strict=True)
     ]
+    timeout_s = max(ANSWER_TIMEOUT_S, run.timeout_s)
     try:
-        found = ray.get(answers, timeout=ANSWER_TIMEOUT_S)
+        found = ray.get(answers, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError:
-        raise _silent_node(len(nodes)) from None
-    except ray.exceptions.RayTaskError as error:
+        raise _silent_node(len(nodes), timeout_s) from None
+    except (
+        ray.exceptions.RayError
+    ) as error:  # the node's own error, or a node or process that ended instead of answering
         raise _broken_node(error) from error
     expected = {**ledger.parity(), "spec": run.digest()}
     for node, answer in zip(nodes, found, strict=True):
@@ -176,25 +180,34 @@ def _other_code(node: str, different: Mapping[str, tuple[str, str]]) -> ClusterE
     )
 
 
-def _silent_node(count: int) -> ClusterError:
+def _silent_node(count: int, timeout_s: float) -> ClusterError:
     return ClusterError(
         "nodes of the Ray cluster",
-        expected=f"an answer from each of {count} nodes within {ANSWER_TIMEOUT_S:g} s",
+        expected=f"an answer from each of {count} nodes within {timeout_s:g} s",
         found="none from at least one",
         consequence="the run stops before workers start",
-        remedy="look at `ray status` and the raylet log of the node that doesn't answer",
+        remedy="look at `ray status` and the raylet log of the node that doesn't answer; where processes start slowly, "
+        f"sharding.placement.timeout_s={2 * timeout_s:g}",
     )
 
 
 def _broken_node(error: Any) -> Exception:
     """The node's own error where it is one of ours, else one that says where to look."""
     cause = getattr(error, "cause", None)
-    if isinstance(cause, ConfigError):
+    if isinstance(cause, ShardingError):
         return cause
+    if cause is None:
+        return ClusterError(
+            "nodes of the Ray cluster",
+            expected="an answer from each",
+            found=" ".join(str(error).split()) or type(error).__name__,
+            consequence="the run stops before workers start",
+            remedy="look at `ray status` and the raylet logs (session_latest/logs)",
+        )
     return ClusterError(
         "verl-ext-sharding on the nodes of the Ray cluster",
         expected="the plugin imports on each node",
-        found=str(error).strip().splitlines()[-1],
+        found=(str(error).strip() or type(cause).__name__).splitlines()[-1],
         consequence="the run stops before workers start",
         remedy="pip install verl-ext-sharding on each node, then run `verl-sharding doctor` there",
     )

@@ -36,10 +36,9 @@ class ShardingError(Exception):
             setattr(self, field, getattr(self, field).replace(ROLE, role))
 
     def __str__(self) -> str:
-        return (
-            f"{self.subject}\n  expected: {self.expected}\n  found:    {self.found}\n"
-            f"  now:      {self.consequence}\n  fix:      {self.remedy}"
-        )
+        parts = {"expected": self.expected, "found": self.found, "now": self.consequence, "fix": self.remedy}
+        lines = [f"  {f'{name}:':<10}" + str(text).replace("\n", f"\n{' ' * 12}") for name, text in parts.items()]
+        return "\n".join([self.subject, *lines])
 
     def __reduce__(self) -> tuple[object, tuple[type[ShardingError], tuple[str, ...]]]:
         return _rebuild, (type(self), (self.subject, self.expected, self.found, self.consequence, self.remedy))
@@ -99,6 +98,21 @@ def first_error_of(process: str) -> str:
         process: Its name, such as "vllm server".
     """
     return f"look for the first error of the {process} in the run's output or in Ray's logs (session_latest/logs)"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def why_it_ended(error: BaseException) -> str:
+    """What Ray says of why an actor has ended, on one line; the first line of the error where it doesn't say.
+
+    Args:
+        error: Ray's, whose first line is the same for every reason.
+    """
+    _, found, reason = str(error).partition("The actor is dead because ")
+    return " ".join(reason.split()) if found else first_line(error)
 
 
 def did_you_mean(name: str, known: Iterable[str], *, at_least: float = 0.6) -> str | None:

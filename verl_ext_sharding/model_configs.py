@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config.facts import uses_lora
 from verl_ext_sharding.config.measures import MODEL_BLOCK
+from verl_ext_sharding.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def hf_config_of(config: DictConfig, role: str) -> Any:
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=_trusted(config, role))
     except Exception as error:  # hub, network and file system each have errors of their own
-        logger.info("model of %s can't be read here: %s", role, str(error).splitlines()[0])
+        logger.info("model of %s can't be read here: %s", role, first_line(error))
         return None
     _override(hf_config, _overridden(block))
     return hf_config

@@ -17,7 +17,7 @@ from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.dtypes import Capability, compute_dtype
 from verl_ext_sharding.config.facts import FSDP
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, MODEL_BLOCK, RoleMeasures
-from verl_ext_sharding.errors import ConfigError, ShardingError
+from verl_ext_sharding.errors import ConfigError, ShardingError, first_line
 from verl_ext_sharding.model_configs import hf_config_of, meta_model_of
 from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.placement.job import JobFacts
@@ -130,7 +130,7 @@ def _check_fused(config: DictConfig, role: str) -> None:
     except ShardingError:
         raise
     except Exception as error:  # code of a checkpoint may not build without memory; the worker looks again
-        logger.info("log-probs of %s: its model can't be built on meta: %s", role, str(error).splitlines()[:1])
+        logger.info("log-probs of %s: its model can't be built on meta: %s", role, first_line(error))
         return
     if model is not None:
         resolve_logits("fused", obstacle=fused_obstacle(model), needs_logits=None, role=role)

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 
 import pytest
 
 from verl_ext_sharding import envs, versions
 from verl_ext_sharding.cli import doctor, main
+from verl_ext_sharding.errors import PatchError
 from verl_ext_sharding.patching import ledger
 
 
@@ -140,7 +142,24 @@ def test_a_plugin_that_fails_to_load_is_a_problem_with_the_reason(capsys, monkey
     assert problem(capsys) == "the plugin fails to load: ImportError: no good"
 
 
+def test_an_error_of_several_lines_is_told_whole():
+    error = PatchError("verl", expected="a release", found="1.0", consequence="it stops", remedy="pip install verl")
+    text = "Traceback (most recent call last):\n" + "".join(traceback.format_exception_only(error))
+    assert doctor._error_in(text) == (
+        "verl_ext_sharding.errors.PatchError: verl expected: a release found: 1.0 now: it stops fix: pip install verl"
+    )
+
+
 _DOCTOR = "import sys; from verl_ext_sharding.cli.main import main; sys.exit(main(['doctor', '--json']))"
+
+
+def test_a_reader_that_leaves_before_the_output_is_no_traceback():
+    script = _DOCTOR.replace("'--json'", "'--env', '--json'")
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child.stdout.close()
+    assert child.stderr.read() == ""
+    assert child.wait() == 1
+    child.stderr.close()
 
 
 def test_it_runs_where_verl_does_not_import(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from verl_ext_sharding.communication.hygiene import IB_DISABLE, P2P_DISABLE, decide
 from verl_ext_sharding.config.schema import CommunicationConfig
 from verl_ext_sharding.config.spec import RunSpec
-from verl_ext_sharding.errors import ConfigError, PlacementError
+from verl_ext_sharding.errors import ClusterError, ConfigError, PatchError, PlacementError
 from verl_ext_sharding.model_plans import AttentionUse
 from verl_ext_sharding.patching import ledger
 from verl_ext_sharding.placement.bundles import place
@@ -27,9 +27,9 @@ def settings_of(monkeypatch, tmp_path, job):
     """
     from verl_ext_sharding import cluster
 
-    def settings(machines, config=None, taken=None, attention=(), **facts):
+    def settings(machines, config=None, taken=None, attention=(), raises=None, timeout_s=120.0, **facts):
         placement = place({}, job(("actor",), **facts))
-        run = RunSpec(placement=placement, bundle_cpus=3)
+        run = RunSpec(placement=placement, bundle_cpus=3, timeout_s=timeout_s)
         folders = {}
         for name, (_, devices) in machines.items():
             folders[name] = tmp_path / name / "infiniband"
@@ -61,9 +61,13 @@ def settings_of(monkeypatch, tmp_path, job):
         free = {node["NodeID"]: (taken or {}).get(node["NodeManagerAddress"], node["Resources"]) for node in alive}
         monkeypatch.setattr(cluster, "_available", lambda: free)
         monkeypatch.setattr(cluster, "_answer", Answer())
-        monkeypatch.setattr(
-            cluster, "ray", types.SimpleNamespace(get=lambda answers, timeout: answers, exceptions=ray.exceptions)
-        )
+
+        def get(answers, timeout):
+            if raises is not None:
+                raise raises
+            return answers
+
+        monkeypatch.setattr(cluster, "ray", types.SimpleNamespace(get=get, exceptions=ray.exceptions))
         found = cluster.inspect_nodes(run, {}, config or CommunicationConfig(), {}, attention=attention)
         return {setting.name: setting.value for setting in found}
 
@@ -119,6 +123,35 @@ def test_attention_that_no_node_can_run_stops_the_job_before_its_workers(setting
     use = AttentionUse(role="actor", requested="flash_attention_2", measured=False, packed=True, dtype="bfloat16")
     with pytest.raises(ConfigError, match="neither flash-attn nor Hugging Face's kernels is installed"):
         settings_of(nodes, attention=[use])
+
+
+PATCH = PatchError("verl", expected="0.9", found="1.0", consequence="the run stops", remedy="pip install 'verl<1'")
+
+
+def test_an_error_of_ours_on_a_node_arrives_as_it_is(settings_of):
+    with pytest.raises(PatchError) as caught:
+        settings_of({"a": (GPUS, [])}, raises=ray.exceptions.RayTaskError("f", "", PATCH, proctitle="p", ip="::1"))
+    assert caught.value is PATCH
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (ray.exceptions.RuntimeEnvSetupError("no such folder"), "Failed to set up runtime environment. no such folder"),
+        (ray.exceptions.WorkerCrashedError(), "The worker died unexpectedly"),
+    ],
+)
+def test_a_process_that_ends_instead_of_answering_is_told_with_rays_reason(error, found, settings_of):
+    with pytest.raises(ClusterError) as caught:
+        settings_of({"a": (GPUS, [])}, raises=error)
+    assert caught.value.found.startswith(found)
+
+
+@pytest.mark.parametrize(("asked", "waited"), [(10.0, 120), (600.0, 600)])
+def test_slow_nodes_get_the_time_that_the_run_gives_ray(asked, waited, settings_of):
+    with pytest.raises(ClusterError, match=f"within {waited} s") as caught:
+        settings_of({"a": (GPUS, [])}, raises=ray.exceptions.GetTimeoutError(), timeout_s=asked)
+    assert f"sharding.placement.timeout_s={2 * waited}" in caught.value.remedy
 
 
 # Through the driver

@@ -14,6 +14,7 @@ from verl_ext_sharding.errors import (
     PlainErrors,
     ShardingError,
     did_you_mean,
+    first_line,
     misspelling_of,
 )
 
@@ -26,6 +27,11 @@ def test_a_message_has_all_five_parts_each_on_its_line(cls):
     lines = str(cls("critic.x", **FIELDS)).splitlines()
     assert lines[0] == "critic.x"
     assert [line.split(":", 1)[1].strip() for line in lines[1:]] == list(FIELDS.values())
+
+
+def test_a_part_of_several_lines_stays_in_its_column():
+    lines = str(ConfigError("critic.x", **{**FIELDS, "found": "HTTP 502\n<html>"})).splitlines()
+    assert lines[2:4] == ["  found:    HTTP 502", "            <html>"]
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -104,6 +110,16 @@ def test_a_name_of_which_each_word_is_nearly_a_known_ones_is_a_misspelling(name,
 )
 def test_a_name_with_another_word_or_number_is_one_of_its_own(name, known):
     assert misspelling_of(name, [known]) is None
+
+
+# Errors of others
+
+
+@pytest.mark.parametrize(
+    ("error", "line"), [(ValueError("a\nb"), "a"), (AssertionError(), "AssertionError"), (OSError("\n"), "OSError")]
+)
+def test_an_error_has_a_first_line_also_where_it_says_nothing(error, line):
+    assert first_line(error) == line
 
 
 # Leaving verl's mains

@@ -8,7 +8,7 @@ pytest.importorskip("verl")
 
 import ray
 from omegaconf import OmegaConf
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from verl.trainer.ppo.v1 import replay_buffer as buffers
 
 from verl_ext_sharding.errors import ClusterError, RewardServerError
@@ -26,8 +26,9 @@ class Endless(Exception):
 class Actor:
     """An actor's handle; what it answers is there at once, or never."""
 
-    def __init__(self, *, first_error=None, dies=False, busy=False):
-        self.first_error, self.dies, self.busy = first_error, dies, busy
+    def __init__(self, *, first_error=None, dies=False, busy=False, unreachable=False, engine=None):
+        self.first_error, self.dies, self.busy, self.unreachable = first_error, dies, busy, unreachable
+        self.engine = engine
         self.__ray_call__ = SimpleNamespace(remote=lambda question: (self, question))
 
 
@@ -40,6 +41,8 @@ def get(asked):
     actor, question = asked
     if actor.dies:
         raise ActorDiedError()
+    if actor.unreachable:
+        raise ActorUnavailableError("the network is slow", None)
     return question(actor)
 
 
@@ -124,6 +127,16 @@ def test_a_dead_server_ends_the_run_and_is_named(mode, servers, cls, subject, tr
     assert isinstance(caught.value.__cause__, ActorDiedError)
 
 
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_a_server_that_lives_without_its_engine_ends_the_run(mode, trainer_of):
+    vllm = SimpleNamespace(errored=True, dead_error=RuntimeError("EngineCore encountered an issue"))
+    rollout = [Actor(engine=SimpleNamespace(errored=False)), Actor(engine=vllm)]
+    trainer = trainer_of(mode, ("finished", "failure"), rollout=rollout)
+    prompt_failures.apply(trainer)
+    with pytest.raises(ClusterError, match=r"its engine, with .*EngineCore encountered an issue"):
+        sample(trainer)
+
+
 def test_without_the_hook_an_asynchronous_trainer_sends_prompts_for_ever(trainer_of):
     trainer = trainer_of("colocate_async", ("failure", "failure"), workers=[Actor(first_error=ERROR)])
     prompt_failures.apply(trainer)
@@ -133,7 +146,7 @@ def test_without_the_hook_an_asynchronous_trainer_sends_prompts_for_ever(trainer
 
 
 def test_what_failed_for_another_reason_stays_verls_business(trainer_of):
-    asked = [Actor(), Actor(busy=True), Actor(busy=True, dies=True)]
+    asked = [Actor(), Actor(busy=True), Actor(busy=True, dies=True), Actor(unreachable=True)]
     trainer = trainer_of("colocate_async", ("failure", "failure"), workers=asked, rollout=asked)
     prompt_failures.apply(trainer)
     with pytest.raises(Endless):

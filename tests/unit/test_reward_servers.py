@@ -65,6 +65,12 @@ class Trainer:
         raise self.failure
 
 
+def test_why_ray_ended_a_server_is_told():
+    text = "The actor died unexpectedly.\n\tpid: 7\nThe actor is dead because its worker process has died. Exit detail:\n  OOM."
+    error = reward_metrics.server_died(config(), RuntimeError(text))
+    assert error.found == "it has ended: its worker process has died. Exit detail: OOM."
+
+
 def test_only_the_first_line_of_what_ray_says_is_repeated():
     error = reward_metrics.server_died(config(), RuntimeError("The actor died.\n\tclass_name: HFRewardServer"))
     assert error.found == "it has ended: The actor died."

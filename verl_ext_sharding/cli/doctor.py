@@ -71,10 +71,17 @@ def _remark(name: str, version: str | None) -> str:
 
 
 def _load_failure() -> str | None:
-    """Loads the plugin as verl does; the last line of what went wrong, or None. Imports verl."""
+    """Loads the plugin as verl does; the error of a load that failed, on one line, or None. Imports verl."""
     from verl_ext_sharding import plugin
 
-    return plugin.failure.strip().splitlines()[-1] if plugin.failure is not None else None
+    return _error_in(plugin.failure) if plugin.failure is not None else None
+
+
+def _error_in(traceback: str) -> str:
+    """The error that a traceback ends with, on one line; ours have several, and all but the first are indented."""
+    lines = traceback.strip().splitlines()
+    start = max(index for index, line in enumerate(lines) if line and not line[0].isspace())
+    return " ".join(" ".join(lines[start:]).split())
 
 
 def _problems(found: dict[str, str | None]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,7 +12,10 @@ from verl_ext_sharding.versions import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code; errors of ours are printed without a traceback."""
+    """Runs a command and returns its exit code; errors of ours are printed without a traceback.
+
+    An interrupt gives 130, as shells count it, and 1 a reader of the output that has left (`verl-sharding plan --json | head`).
+    """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     flags = [word for word in rest if word.startswith("-")]
@@ -20,10 +24,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         options.overrides = [*options.overrides, *rest]  # argparse takes overrides on one side of a flag only
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
     except ShardingError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more as it ends
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

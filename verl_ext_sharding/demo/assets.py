@@ -65,7 +65,7 @@ class Assets:
 def cache_root() -> Path:
     """Folder for generated files: `$XDG_CACHE_HOME/verl-ext-sharding`, or the same under `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "verl-ext-sharding"
+    return Path(os.path.abspath(os.path.expanduser(base))) / "verl-ext-sharding"
 
 
 def build(model: TinyModel | None = None, root: Path | None = None) -> Assets:
@@ -86,8 +86,11 @@ def build(model: TinyModel | None = None, root: Path | None = None) -> Assets:
             _write_data(building)
             (building / "reward.py").write_text(_REWARD)
             (building / "complete").touch()
-            with contextlib.suppress(OSError):  # another process was faster
+            try:
                 building.rename(home)
+            except OSError:
+                if not (home / "complete").exists():  # else another process was faster
+                    raise
         finally:
             shutil.rmtree(building, ignore_errors=True)
     return Assets(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from importlib import util
 from pathlib import Path
+from typing import TextIO
 
 from verl_ext_sharding.demo.assets import Assets
 
@@ -90,6 +93,19 @@ def _engine(device: str) -> list[str]:
     return lines
 
 
-def log_file(root: Path) -> Path:
-    """Where the demo writes everything that verl and Ray print."""
-    return root / "demo.log"
+def open_log(root: Path) -> TextIO:
+    """Opens the file in which everything stands that verl and Ray print: `demo.log`, emptied first.
+
+    A demo that runs at the same time keeps it; this one's then has its process id in its name.
+
+    Args:
+        root: The cache folder.
+    """
+    log = (root / "demo.log").open("a", encoding="utf-8")
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        log.close()
+        return (root / f"demo-{os.getpid()}.log").open("w", encoding="utf-8")
+    log.truncate(0)
+    return log

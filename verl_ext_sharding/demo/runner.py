@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -10,18 +11,19 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from verl_ext_sharding import envs
 from verl_ext_sharding.cli import render
 from verl_ext_sharding.demo import assets, command
-from verl_ext_sharding.demo.processes import Run
+from verl_ext_sharding.demo.processes import Interrupts, Run
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.monitor import events
 from verl_ext_sharding.placement.devices import format_devices
 
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
-_METRIC = re.compile(r"([\w/@.\-]+):(?:np\.\w+\()?(-?[\d.]+(?:e[+-]?\d+)?|nan|inf)")
+_METRIC = re.compile(r"([\w/@.\-]+):(?:np\.\w+\()?(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?|nan|inf)")
 _TAIL_LINES = 40
 
 _STAGES = {
@@ -61,41 +63,54 @@ def run(*, steps: int, device: str, verbose: bool, overrides: Sequence[str]) -> 
     """
     if steps < 1:
         raise _no_steps(steps)
+    with Interrupts() as interrupts:
+        try:
+            return _run(interrupts, steps, device, verbose, overrides)
+        except KeyboardInterrupt:
+            render.show("stopped")
+            return 128 + (interrupts.number or signal.SIGINT)
+
+
+def _run(interrupts: Interrupts, steps: int, device: str, verbose: bool, overrides: Sequence[str]) -> int:
     started = time.monotonic()
     device, num_devices = _devices(device)
-    files = assets.build(_model(device))
+    root = assets.cache_root()
+    try:
+        files = assets.build(_model(device), root)
+        log = command.open_log(root)
+    except OSError as error:
+        raise _not_written(error) from error
     lines = [*command.overrides(files, device=device, num_devices=num_devices, steps=steps), *overrides]
-    log = command.log_file(assets.cache_root())
     render.show(
         f"verl.trainer.main_ppo on {num_devices} {'logical devices' if device == 'cpu' else 'GPUs'}, {steps} steps"
     )
-    render.show(f"all output: {log}")
-    # Set by hand: a process started in the background of a script ignores Ctrl-C until told otherwise.
-    previous = {number: signal.signal(number, _raise_interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    trainer = Run([sys.executable, "-m", "verl.trainer.main_ppo", *lines], env=_environment(), cwd=str(log.parent))
+    render.show(f"all output: {log.name}")
+    trainer = interrupts.start([sys.executable, "-m", "verl.trainer.main_ppo", *lines], _environment(), str(root))
     try:
-        observed = _follow(trainer, log.open("w"), steps, started, verbose)
+        interrupts.check()
+        observed = _follow(trainer, log, steps, started, verbose)
         code = trainer.wait()
-    except KeyboardInterrupt:
-        render.show("stopping: ending every process of this demo")
-        trainer.stop()
-        render.show("stopped")
-        return 130
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    except BaseException as error:  # a full disk, or a reader of our output that has left: `verl-sharding demo | head`
+        with contextlib.ExitStack() as last:
+            last.callback(trainer.stop)
+            if isinstance(error, KeyboardInterrupt):
+                render.show("stopping: ending every process of this demo (at once, if you interrupt again)")
+        raise
     if code != 0:
-        _show_failure(log, code)
+        _show_failure(Path(log.name), code)
         return code if code > 0 else 1
     return _summarise(observed, steps, time.monotonic() - started)
 
 
-def _follow(trainer: Run, log: Any, steps: int, started: float, verbose: bool) -> Observed:
+def _follow(trainer: Run, log: TextIO, steps: int, started: float, verbose: bool) -> Observed:
     observed = Observed()
-    with log:
+    try:
         for line in trainer.lines():
-            log.write(line + "\n")
-            log.flush()
+            try:
+                log.write(line + "\n")
+                log.flush()
+            except OSError as error:
+                raise _not_written(error) from error
             if verbose:
                 sys.stdout.write(line + "\n")
             event = events.parse(line)
@@ -103,6 +118,9 @@ def _follow(trainer: Run, log: Any, steps: int, started: float, verbose: bool) -
                 _on_event(event, observed, started)
             elif match := _STEP.search(line):
                 _on_step(int(match[1]), match[2], observed, steps, started)
+    finally:
+        with contextlib.suppress(OSError):  # what could not be written is told above
+            log.close()
     return observed
 
 
@@ -205,18 +223,27 @@ def _environment() -> dict[str, str]:
     defaults = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false"}
     fixed = {envs.EVENTS: "1", "RAY_ADDRESS": "local", "RAY_DEDUP_LOGS": "0", "PYTHONUNBUFFERED": "1"}
     threads = {"OMP_NUM_THREADS": "1"} if (os.cpu_count() or 1) <= command.CPU_DEVICES else {}
+    found = os.environ.get("PYTHONPATH")
+    if found:  # entries may be relative, and the trainer runs in a folder of its own
+        fixed["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in found.split(os.pathsep))
     return {**threads, **defaults, **os.environ, **fixed}
 
 
-def _show_failure(log: Any, code: int) -> None:
-    tail = deque(log.read_text(errors="replace").splitlines(), maxlen=_TAIL_LINES)
+def _show_failure(log: Path, code: int) -> None:
+    tail = deque(log.read_text(encoding="utf-8", errors="replace").splitlines(), maxlen=_TAIL_LINES)
     for line in tail:
         render.show(line)
     render.show(f"the trainer ended with exit code {code}; all output: {log}")
 
 
-def _raise_interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+def _not_written(error: OSError) -> ConfigError:
+    return ConfigError(
+        "XDG_CACHE_HOME, or else ~/.cache: where the demo's files and its log lie",
+        expected="a folder that you can write to, with some megabytes free",
+        found=str(error),
+        consequence="the demo ends, and leaves nothing running",
+        remedy="XDG_CACHE_HOME=/tmp/verl-sharding verl-sharding demo",
+    )
 
 
 def _no_steps(steps: int) -> ConfigError:

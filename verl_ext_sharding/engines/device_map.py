@@ -25,7 +25,7 @@ from verl_ext_sharding.engines.measured import MeasuredEngineMixin
 from verl_ext_sharding.engines.merged_weights import merge_obstacle, merged_weights
 from verl_ext_sharding.engines.meta_models import meta_model
 from verl_ext_sharding.engines.optimizer_states import Where, move_states
-from verl_ext_sharding.errors import ConfigError, PlacementError
+from verl_ext_sharding.errors import ConfigError, PlacementError, first_line
 from verl_ext_sharding.placement.device_map import HOST, LayerMap, LayerRow, Place, rows
 from verl_ext_sharding.training import alignment, compute_dtype, gradient_norm
 from verl_ext_sharding.training.layer_map import DeviceNeeds, plan_layers
@@ -314,7 +314,7 @@ def _devices(count: int) -> tuple[torch.device, ...]:
         raise PlacementError(
             "layout=device_map",
             expected=f"{count} devices that this process can use",
-            found=f"{platform.device_count()} visible; {str(error).splitlines()[0]}",
+            found=f"{platform.device_count()} visible; {first_line(error)}",
             consequence="the run stops before the model loads",
             remedy="check that nothing in this environment starts CUDA when Python starts; else report this with the output of "
             "`verl-sharding doctor`",

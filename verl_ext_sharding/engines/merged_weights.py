@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl_ext_sharding.errors import first_line
+
 
 def merged_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors of the model that `merge_and_unload` would leave.
@@ -60,7 +62,7 @@ def merge_obstacle(model: Any) -> str | None:
             with _merged([layer]):
                 pass
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            return f"adapters that PEFT does not merge: {str(error).splitlines()[0]}"
+            return f"adapters that PEFT does not merge: {first_line(error)}"
     return None
 
 

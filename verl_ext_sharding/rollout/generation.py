@@ -34,7 +34,7 @@ class GenerationEngine:
 
     Everything else that needs the model still (weights, sleep, wake) goes through `call`, so that it happens between
     two tokens and needs no lock. An error ends every request that is there at that moment, with that error; the engine
-    goes on with later ones.
+    goes on with later ones, which fail too where the device was lost: see `dead_error`.
 
     Args:
         model: A causal language model in eval mode.
@@ -70,10 +70,17 @@ class GenerationEngine:
         self._aborted_ids: list[str] = []
         self._closed = False
         self._held = False
+        self.dead_error: BaseException | None = None
+        """What failed when the device stopped answering, as it does for good after a device-side assert; named as vLLM's."""
         self.peak_running = 0
         """Most requests that ran at once, waiting ones aside, since the engine started."""
         self._thread = threading.Thread(target=self._run, name="hf-generation", daemon=True)
         self._thread.start()
+
+    @property
+    def errored(self) -> bool:
+        """Whether no later request can succeed; named as vLLM's."""
+        return self.dead_error is not None
 
     @property
     def request_ids(self) -> list[str]:
@@ -159,6 +166,8 @@ class GenerationEngine:
             except BaseException as error:
                 logger.exception("generation failed; the requests that it held get the error")
                 traceback.clear_frames(error.__traceback__)  # their locals hold the tensors of the failed step
+                if not _answers(self._static.model.device):
+                    self.dead_error = error
                 self.fail(error)
         self.fail(_closed())
         for call in self._calls:
@@ -283,6 +292,17 @@ class _Call:
             self.future.set_result(self._function(*self._args))
         except BaseException as error:
             self.future.set_exception(error)
+
+
+def _answers(device: torch.device) -> bool:
+    """Whether a device still computes."""
+    if device.type in ("cpu", "meta"):
+        return True
+    try:
+        torch.get_device_module(device).synchronize(device)
+    except Exception:  # each accelerator has errors of its own
+        return False
+    return True
 
 
 def _settle(future: Future[Row], settle: Callable[[Any], None], value: Any) -> None:

@@ -19,7 +19,7 @@ import transfer_queue
 from ray.exceptions import ActorDiedError
 from tensordict import NonTensorStack, TensorDict
 
-from verl_ext_sharding.errors import RewardServerError, first_error_of
+from verl_ext_sharding.errors import RewardServerError, first_error_of, why_it_ended
 from verl_ext_sharding.rollout.reward_worker import NUM_TOKENS, TRUNCATED
 
 _HOOKED = ("_compute_reward_colocate", "_compute_metrics")
@@ -70,7 +70,7 @@ def server_died(config: Any, error: Exception) -> RewardServerError:
     return RewardServerError(
         f"server of the reward model {reward_model.model_path}",
         expected="a process that scores samples",
-        found=f"it has ended: {str(error).splitlines()[0]}",
+        found=f"it has ended: {why_it_ended(error)}",
         consequence="the run stops, since there are no rewards without it",
         remedy=f"{first_error_of(f'{reward_model.rollout.name} reward server')}; killed for host memory: "
         "sharding.roles.reward.devices on another node, or a smaller reward.reward_model.rollout.max_num_batched_tokens",

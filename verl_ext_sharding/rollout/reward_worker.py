@@ -21,7 +21,13 @@ from verl.utils.fs import copy_to_local
 from verl_ext_sharding import rollout
 from verl_ext_sharding.config.reward_limits import MODEL_PATH, embedding_rows, reward_limit
 from verl_ext_sharding.config.translate import request_of
-from verl_ext_sharding.errors import ConfigError, RewardServerError, ShardingError, first_error_of
+from verl_ext_sharding.errors import (
+    ConfigError,
+    RewardInputError,
+    RewardServerError,
+    ShardingError,
+    first_error_of,
+)
 from verl_ext_sharding.rollout.reward_inputs import RewardInput, RewardTemplate, check_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -85,11 +91,15 @@ class ShardingRewardLoopWorker(RewardLoopWorker):
         return RewardTemplate(tokenizer=tokenizer, limit=limit, policy=policy, rows=rows)
 
     async def compute_score(self, data: Any) -> dict[str, Any]:
-        """As verl's; remembers the first error of ours."""
+        """As verl's; remembers the first error, also one that is not ours where a reward model is asked."""
         try:
             return await RewardLoopWorker.compute_score(self, data)
         except ShardingError as error:
             self.first_error = self.first_error or error
+            raise
+        except Exception as error:
+            if self.template is not None:
+                self.first_error = self.first_error or _not_scored(self.config, error)
             raise
 
     async def _preprocess_reward_inputs(self, data: Any) -> str:
@@ -217,6 +227,16 @@ class _StatusError(Exception):
 
     def __repr__(self) -> str:
         return f"HTTP {self.args[0]}: {self.args[1]}"
+
+
+def _not_scored(config: Any, error: Exception) -> RewardInputError:
+    return RewardInputError(
+        f"a sample for the reward model {config.reward.reward_model.model_path}",
+        expected="a score",
+        found=f"{type(error).__name__}: {error}",
+        consequence="the run stops, since a sample has no score",
+        remedy=first_error_of("reward loop worker"),
+    )
 
 
 def _sample(item: Any) -> str:

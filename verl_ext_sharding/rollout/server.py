@@ -276,6 +276,11 @@ class HFServer:
     async def stop_profile(self) -> None:
         """The counterpart of `start_profile`."""
 
+    @property
+    def engine(self) -> GenerationEngine:
+        """The engine, under the name that verl's vLLM server has for it: `workers.prompt_failures` asks whether it lives."""
+        return self._engine
+
     def get_rollout_config(self) -> ServerSettings:
         """The settings: `max_num_seqs`, `max_model_len` and so on, for routers."""
         return self._settings

@@ -72,7 +72,10 @@ async def send_weights(
     except BaseException:
         async for _ in iterator:
             pass
-        await endpoint.cancel()
+        try:
+            await endpoint.cancel()
+        except Exception:  # a server that has ended can't be told, and what came first says why
+            logger.warning("the rollout server could not be told that the update failed", exc_info=True)
         raise
 
 

@@ -144,7 +144,7 @@ def reserve(spec: RunSpec) -> dict[int, Bundle]:
         `{device number: bundle}`.
 
     Raises:
-        ClusterError: Ray could not reserve the devices within `spec.timeout_s`.
+        ClusterError: Ray could not reserve the devices within `spec.timeout_s`, or start a process on each of a node's.
     """
     topology = spec.placement.topology
     accelerator = get_platform().ray_resource_name()
@@ -158,12 +158,17 @@ def reserve(spec: RunSpec) -> dict[int, Bundle]:
     try:
         ray.get([group.ready() for group in groups], timeout=spec.timeout_s)
     except GetTimeoutError:
-        for group in groups:
-            remove_placement_group(group)
+        _remove(groups)
         raise _not_reserved(spec, bundle) from None
+    groups = sort_placement_group_by_node_ip(groups)
+    try:
+        found = [_accelerators(group, accelerator, spec.timeout_s) for group in groups]
+    except GetTimeoutError:
+        _remove(groups)
+        raise _no_answer(spec) from None
     bundles: dict[int, Bundle] = {}
-    for node, group in enumerate(sort_placement_group_by_node_ip(groups)):
-        for local, (index, promise) in enumerate(_accelerators(group, accelerator)):
+    for node, group in enumerate(groups):
+        for local, (index, promise) in enumerate(found[node]):
             device = node * topology.devices_per_node + local
             bundles[device] = Bundle(
                 group=group,
@@ -174,7 +179,12 @@ def reserve(spec: RunSpec) -> dict[int, Bundle]:
     return bundles
 
 
-def _accelerators(group: PlacementGroup, accelerator: str) -> list[tuple[int, tuple[str, str]]]:
+def _remove(groups: Sequence[PlacementGroup]) -> None:
+    for group in groups:
+        remove_placement_group(group)
+
+
+def _accelerators(group: PlacementGroup, accelerator: str, timeout_s: float) -> list[tuple[int, tuple[str, str]]]:
     """`[(bundle index, (node id, accelerator id))]` in the order of the accelerators' ids."""
     probe = get_platform().ray_resource_options(0.01)
     answers = ray.get(
@@ -183,7 +193,8 @@ def _accelerators(group: PlacementGroup, accelerator: str) -> list[tuple[int, tu
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index), **probe
             ).remote(accelerator)
             for index in range(group.bundle_count)
-        ]
+        ],
+        timeout=timeout_s,
     )
     return sorted(enumerate(answers), key=lambda item: _natural(item[1][1]))
 
@@ -241,4 +252,15 @@ def _not_reserved(spec: RunSpec, bundle: dict[str, float]) -> ClusterError:
         found=f"after {spec.timeout_s:g} s Ray has free: {nodes}",
         consequence="the run stops instead of waiting for ever",
         remedy="free the devices (`ray status` shows who holds them), or wait longer with sharding.placement.timeout_s",
+    )
+
+
+def _no_answer(spec: RunSpec) -> ClusterError:
+    return ClusterError(
+        "the job's devices",
+        expected=f"a process on each device of a node that says which one it is, within {spec.timeout_s:g} s",
+        found="no answer from at least one",
+        consequence="the run stops instead of waiting for ever",
+        remedy="look at the raylet logs (session_latest/logs) for processes that don't start; where they start slowly, "
+        f"sharding.placement.timeout_s={2 * spec.timeout_s:g}",
     )

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from verl_ext_sharding.errors import ClusterError, ShardingError, first_error_of
+from verl_ext_sharding.errors import ClusterError, ShardingError, first_error_of, why_it_ended
 
 _HOOKED = "_sync_metadata_from_transfer_queue"
 
@@ -59,18 +59,27 @@ def _sync_then_look(trainer: Any) -> None:
         return
     servers = [(role, replica, server) for role, replica in replicas(trainer) for server in replica.servers]
     errors = [worker.__ray_call__.remote(_first_error) for worker in trainer.reward_loop_manager.reward_loop_workers]
-    signs = [server.__ray_call__.remote(_nothing) for _, _, server in servers]
+    signs = [server.__ray_call__.remote(_dead_engine) for _, _, server in servers]
     asked = [*errors, *signs]
     answered = set(ray.wait(asked, num_returns=len(asked), timeout=ANSWER_WITHIN_S)[0])
     for answer in errors:
-        if answer in answered and (error := ray.get(answer)) is not None:
+        if answer in answered and (error := _answer(answer)) is not None:
             raise error
     for (role, replica, _), answer in zip(servers, signs, strict=True):
         try:
-            if answer in answered:
-                ray.get(answer)
+            dead = _answer(answer) if answer in answered else None
         except ActorDiedError as died:
             raise server_died(role, replica, trainer.config, died) from died
+        if dead is not None:
+            raise server_died(role, replica, trainer.config, RuntimeError(dead))
+
+
+def _answer(asked: Any) -> Any:
+    """What an actor answered; None also where it can't be reached just now, which Ray tries again by itself."""
+    try:
+        return ray.get(asked)
+    except ActorUnavailableError:
+        return None
 
 
 def _first_error(worker: Any) -> ShardingError | None:
@@ -78,8 +87,13 @@ def _first_error(worker: Any) -> ShardingError | None:
     return error
 
 
-def _nothing(server: Any) -> None:
-    """Sent to a server, which answers if it lives."""
+def _dead_engine(server: Any) -> str | None:
+    """Sent to a server, which answers if it lives. Its engine may be of no more use: vLLM's has processes of its own, which
+    may have ended alone, and ours a device that may be lost."""
+    engine = getattr(server, "engine", None)
+    if getattr(engine, "errored", False) is not True:
+        return None
+    return f"its engine, with {getattr(engine, 'dead_error', None)!r}"
 
 
 def server_died(role: str, replica: Any, config: Any, error: Exception) -> ShardingError:
@@ -98,7 +112,7 @@ def server_died(role: str, replica: Any, config: Any, error: Exception) -> Shard
     return ClusterError(
         f"rollout server {replica.replica_rank}",
         expected="a process that generates",
-        found=f"it has ended: {str(error).splitlines()[0]}",
+        found=f"it has ended: {why_it_ended(error)}",
         consequence="the run stops, since what it was to generate fails",
         remedy=f"{first_error_of(f'{replica.config.name} server')}; out of memory: a smaller "
         "actor_rollout_ref.rollout.gpu_memory_utilization",

@@ -284,6 +284,19 @@ def test_the_first_error_is_kept_for_the_trainer_to_ask(models, server):
     assert "nan" in made.first_error.found
 
 
+def test_an_error_that_is_not_ours_is_kept_too_where_a_reward_model_is_asked(models, server, monkeypatch):
+    made = worker(models, server)
+    monkeypatch.setattr(made.input_tokenizer, "decode", lambda *_: [].pop())
+    with pytest.raises(IndexError):
+        score(made, sample())
+    assert isinstance(made.first_error, RewardInputError)
+    assert made.first_error.found == "IndexError: pop from empty list"
+    made.first_error, made.template = None, None  # a rule, or a function of the user's: how it fails is verl's business
+    with pytest.raises((IndexError, AssertionError)):
+        score(made, sample())
+    assert made.first_error is None
+
+
 @pytest.mark.parametrize("body", [{}, {"data": []}, {"data": [{"probs": []}]}, {"data": [{"text": "?"}]}, ["?"]])
 def test_an_answer_without_a_score_is_an_error(body, models, server):
     server.answers.append((200, body))

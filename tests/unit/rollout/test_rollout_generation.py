@@ -20,6 +20,7 @@ from tiny_models import (
 )
 from transformers import Gemma3TextConfig, LlamaConfig, MambaConfig, MistralConfig, Qwen3NextConfig
 
+from verl_ext_sharding.rollout import generation
 from verl_ext_sharding.rollout.kv_cache import bytes_per_token, can_merge
 from verl_ext_sharding.rollout.requests import RolloutError
 
@@ -217,6 +218,18 @@ def test_an_error_reaches_every_request_and_the_engine_goes_on(model, serve):
             future.result(timeout=30)
     fail.remove()
     assert len(generate(target, [row(prompt(4))])[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_engine_whose_device_is_lost_says_so_and_why(lost, model, serve, monkeypatch):
+    monkeypatch.setattr(generation, "_answers", lambda device: not lost)
+    target = serve(model)
+    assert not target.errored
+    model.register_forward_pre_hook(_raise)
+    with pytest.raises(RuntimeError, match="out of something"):
+        generate(target, [row(prompt(4))])
+    assert target.errored is lost
+    assert lost is ("out of something" in str(target.dead_error))
 
 
 def _raise(*_):

@@ -46,6 +46,8 @@ class LocalEndpoint:
 
     async def cancel(self):
         self.cancelled = True
+        if self.fail_at:
+            raise ConnectionError("the server does not hear that the update failed")
 
 
 def _send(weights, endpoint, bucket_bytes=1 << 20):
