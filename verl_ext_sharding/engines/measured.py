@@ -1,8 +1,9 @@
 """verl's FSDP engines with the memory measures of the run's spec: attention, log-probs, checkpointing, offload.
 
 Registered beside verl's own for the same device with a vendor, which `EngineRegistry` looks up first; verl's entries stay
-as they are. A role without measures runs verl's engine, method for method, but for how it loads, resumes and sends merged adapters, and with
-one more exception: where verl's own `enable_activation_offload` is on, ours runs in its place (see `_offloads_activations`).
+as they are. A role without measures runs verl's engine, method for method, but for how it loads, resumes and sends merged adapters, and
+with one more exception: where verl's own `enable_activation_offload` is on, ours runs in its place (see
+`_offloads_activations`).
 """
 
 from __future__ import annotations
