@@ -72,6 +72,8 @@ def inspect_nodes(
     nodes, available = _alive(), _available()
     smallest = min(run.placement.group_sizes)
     joins = [_accelerators(available.get(node["NodeID"], {})) >= smallest for node in nodes]
+    if not any(joins):  # Ray says a little late that devices were given back
+        joins = [_accelerators(node["Resources"]) >= smallest for node in nodes]
     answers = [
         _answer.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False),
@@ -84,9 +86,7 @@ def inspect_nodes(
         found = ray.get(answers, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError:
         raise _silent_node(len(nodes), timeout_s) from None
-    except (
-        ray.exceptions.RayError
-    ) as error:  # the node's own error, or a node or process that ended instead of answering
+    except ray.exceptions.RayError as error:  # the node's own, or a node or process that ended instead of answering
         raise _broken_node(error) from error
     expected = {**ledger.parity(), "spec": run.digest()}
     for node, answer in zip(nodes, found, strict=True):

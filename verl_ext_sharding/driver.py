@@ -26,6 +26,7 @@ from verl_ext_sharding.config.recipe_keys import check_recipe_keys, check_words
 from verl_ext_sharding.config.reward import RewardServerSettings
 from verl_ext_sharding.config.reward_limits import ENABLE, is_discriminative
 from verl_ext_sharding.config.run_asserts import check_asserts
+from verl_ext_sharding.config.saved_contents import check_saved_contents
 from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig
 from verl_ext_sharding.config.token_budget import check_token_budgets
 from verl_ext_sharding.config.translate import request_of, translate, values_of
@@ -138,6 +139,7 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
     values = values_of(config)
     check_micro_batches(request, facts, values)
     check_asserts(values, facts, placement)
+    check_saved_contents(config, facts)
     checks.check_job(placement, facts)
     check_token_budgets(values, facts, placement)
     _check_told_cpus(config, request, facts, placement)

@@ -10,13 +10,16 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_ext_sharding.engines import device_map
 from verl_ext_sharding.engines.device_map import DeviceMapEngineMixin
-from verl_ext_sharding.engines.merged_weights import merge_obstacle, merged_weights
+from verl_ext_sharding.engines.merged_weights import MergedExportMixin, merge_obstacle, merged_weights
 from verl_ext_sharding.errors import ConfigError
 
 Q_PROJ = {"target_modules": ["q_proj"]}
@@ -100,7 +103,7 @@ def test_adapters_that_no_weight_can_hold_are_named():
 def engine(model, merge=True):
     made = object.__new__(type("Engine", (DeviceMapEngineMixin, FSDPEngine), {}))
     made.role, made.module = "actor", model
-    made.model_config = SimpleNamespace(lora={"merge": merge})
+    made.model_config = SimpleNamespace(lora={"merge": merge}, hf_config=SimpleNamespace(model_type="qwen3_moe"))
     return made
 
 
@@ -126,3 +129,106 @@ def test_adapters_that_cannot_be_merged_stop_the_run_before_it_trains_if_they_ar
     assert "no bias" in caught.value.found
     assert "lora.merge=False" in caught.value.remedy
     assert "sharding.roles.actor.layout=fsdp" in caught.value.remedy
+
+
+# Fused experts, and sharded models
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(2, 8, 6))
+        self.down_proj = nn.Parameter(torch.randn(2, 6, 4))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(6, 6, bias=False)
+        self.mlp = nn.Module()
+        self.mlp.experts = Experts()
+
+
+class Sighted(nn.Module):
+    """Layers that FSDP2 shards one by one, and a merger between tower and layers, which its root holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.merger = nn.Linear(6, 6, bias=False)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+
+class Sharded(MergedExportMixin, FSDPEngine):
+    pass
+
+
+def sighted():
+    torch.manual_seed(0)
+    return get_peft_model(Sighted(), LoraConfig(r=2, target_modules=["q_proj", "merger"], init_lora_weights=False))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A process group of one rank."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def sharded(alone, monkeypatch):
+    """An engine with the model sharded on the host, which sends from there."""
+    from verl.workers.engine.fsdp import transformer_impl
+
+    monkeypatch.setattr(transformer_impl, "get_device_id", lambda: torch.device("cpu"))
+    monkeypatch.setattr(transformer_impl, "log_gpu_memory_usage", lambda *_, **__: None)
+    made = object.__new__(Sharded)
+    made.model_config = engine(None).model_config
+    made.module, made._is_offload_param = sighted(), False
+    for layer in made.module.base_model.model.layers:
+        fully_shard(layer)
+    fully_shard(made.module)
+    return made
+
+
+def per_expert(state):
+    """Names and tensors as checkpoints have them: one tensor an expert."""
+    found = {}
+    for name, tensor in state.items():
+        base, fused, part = name.partition(".experts.")
+        if not fused:
+            found[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = zip(("gate", "up"), expert.chunk(2), strict=True) if part == "gate_up_proj" else [("down", expert)]
+            for kind, values in parts:
+                found[f"{base}.experts.{number}.{kind}_proj.weight"] = values
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "device_map"])
+def test_merged_experts_and_layers_of_the_root_come_as_a_loader_takes_them(layout, sharded, monkeypatch):
+    expected = per_expert(sighted().merge_and_unload().state_dict())
+    if layout == "fsdp2":
+        sent = sharded._merged_lora_per_tensor_param()
+    else:
+        monkeypatch.setattr(device_map, "get_device_id", lambda: torch.device("cpu"))
+        sent, _ = engine(sighted()).get_per_tensor_param()
+    found = dict(sent)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name].float(), tensor, rtol=1e-2, atol=1e-2)  # verl sends bfloat16
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, None], ids=lambda count: "all" if count is None else str(count))
+def test_a_sharded_model_is_bit_for_bit_as_before_however_much_of_it_was_sent(count, sharded):
+    before = {name: tensor.full_tensor().clone() for name, tensor in sharded.module.state_dict().items()}
+    sent = sharded._merged_lora_per_tensor_param()
+    for _ in range(count) if count is not None else iter(lambda: next(sent, None), None):
+        if count is not None:
+            next(sent)
+    sent.close()
+    for name, tensor in sharded.module.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), before[name]), name
+    assert not any(getattr(module, "merged", False) for module in sharded.module.modules())

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
+import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +19,16 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 
-from verl_ext_sharding.engines.reshard import fit, fitted_model, fitted_optimizer, is_sharded, saved_files  # noqa: E402
-from verl_ext_sharding.errors import ConfigError  # noqa: E402
+from verl_ext_sharding.engines.reshard import (  # noqa: E402
+    fit,
+    fitted_model,
+    fitted_optimizer,
+    is_model_cut_alike,
+    is_optimizer_cut_alike,
+    last_save,
+    saved_files,
+)
+from verl_ext_sharding.errors import ClusterError, ConfigError  # noqa: E402
 
 WHOLE = torch.arange(15.0).reshape(5, 3)
 FOLDER = "/runs/global_step_4/actor"
@@ -110,7 +122,7 @@ def run(_index, folder):
     save(folder)
     answers = {}
     for name, kind in itertools.product(SAVED, ("model", "optim")):
-        answers[name, kind] = is_sharded(load(folder, name, kind)[0])
+        answers[name, kind] = alike(load(folder, name, kind)[0], WHOLE)
     for name in SAVED:
         answers[name, "whole"] = fitted(folder, name, None)
     for to, (shape, placements) in RESUMED.items():
@@ -118,10 +130,21 @@ def run(_index, folder):
             with process as mesh:
                 for name in SAVED:
                     answers[name, to, rank] = fitted(folder, name, (mesh, placements))
+                for name, kind in itertools.product(SAVED if rank == 0 else (), ("model", "optim")):
+                    like = distribute_tensor(WHOLE, mesh, placements, src_data_rank=None)
+                    answers[name, kind, to] = alike(load(folder, name, kind)[0], like)
+                    answers["whole", kind, to] = alike(trained()[kind == "optim"], like)
                 plain = fit([WHOLE], distribute_tensor(WHOLE, mesh, placements, src_data_rank=None), FOLDER)
                 answers["plain", to, rank] = plain._local_tensor
     answers["refused"] = refusals()
+    if importlib.util.find_spec("verl"):
+        answers["manager"] = through_manager(folder)
     torch.save(answers, folder / "answers.pt")
+
+
+def alike(saved, like):
+    """Whether a rank's file is cut as its own tensor is."""
+    return is_optimizer_cut_alike(saved, [like]) if "state" in saved else is_model_cut_alike(saved, {"weight": like})
 
 
 def fitted(folder, name, target):
@@ -134,6 +157,26 @@ def fitted(folder, name, target):
         assert all(one.placements == tuple(target[1]) and one.shape == WHOLE.shape for one in found)
     local = [one._local_tensor if isinstance(one, DTensor) else one for one in found]
     return {"tensors": local, "n": model["n"], "step": states["state"][0]["step"], "groups": states["param_groups"]}
+
+
+def through_manager(folder):
+    """What the last rank of replicas reads, where as many ranks without replicas have saved: one size, another cut."""
+    from verl_ext_sharding.engines import checkpoints
+
+    checkpoints.fsdp_version = lambda model: 2
+    for kind, name in itertools.product(("model", "optim"), ["rows of four, the last without any"]):
+        for rank in range(4):
+            (folder / f"{name}-{rank}-{kind}.pt").rename(folder / f"{kind}_world_size_4_rank_{rank}.pt")
+    shape, placements = RESUMED["replicas"]
+    manager = object.__new__(checkpoints.HostCheckpointManager)
+    manager.rank, manager.world_size = 3, 4
+    with Rank(3, shape) as mesh:
+        like = distribute_tensor(WHOLE, mesh, placements, src_data_rank=None)
+        manager.model = SimpleNamespace(state_dict=lambda: {"weight": like})
+        manager.optimizer = SimpleNamespace(param_groups=[{"params": [like]}])
+        model = manager._read(str(folder), "model", [])["weight"]
+        moment = manager._read(str(folder), "optim", [])["state"][0]["exp_avg"]
+        return [one._local_tensor for one in (model, moment)]
 
 
 def refusals():
@@ -215,10 +258,27 @@ def test_shards_that_do_not_say_how_they_make_a_whole_are_refused_with_what_merg
 
 
 @pytest.mark.parametrize("kind", ["model", "optim"])
-def test_files_of_shards_are_told_from_those_of_whole_tensors(kind, answers):
-    assert all(answers[name, kind] for name in SAVED)
-    assert not is_sharded(trained()[kind == "optim"])
-    assert not is_sharded({"state": {}, "param_groups": []})
+@pytest.mark.parametrize("to", RESUMED)
+def test_a_file_is_taken_as_it_is_where_mesh_and_dimension_are_those_of_the_run(to, kind, answers):
+    for name, cut in SAVED.items():
+        assert answers[name, kind, to] == (cut == RESUMED[to]), name
+        assert not answers[name, kind]  # by a run that holds whole tensors
+    assert not answers["whole", kind, to]
+
+
+def test_as_many_ranks_with_other_replicas_take_their_own_shares(answers, adam):
+    pytest.importorskip("verl")
+    for found, whole in zip(answers["manager"], adam[0][:2], strict=True):
+        assert torch.equal(found, share(whole, 3, *RESUMED["replicas"]))
+
+
+def test_whole_tensors_are_alike_and_what_has_another_format_is_not_looked_at():
+    model, optimizer = trained()
+    assert is_model_cut_alike(model | {"more": WHOLE}, {"weight": WHOLE})
+    assert is_optimizer_cut_alike(optimizer, [WHOLE])
+    assert not is_optimizer_cut_alike(optimizer, [WHOLE, WHOLE])
+    assert is_optimizer_cut_alike({"state": {}, "param_groups": []}, [])
+    assert is_optimizer_cut_alike({"exp_avg.weight": WHOLE}, [WHOLE])
 
 
 def test_whole_tensors_stay_the_same_objects():
@@ -326,6 +386,38 @@ def test_files_that_make_no_checkpoint_are_refused_with_what_is_there(files, fou
     assert "trainer.resume_from_path=" in caught.value.remedy
 
 
+def note(folder, world_size, version=2):
+    (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": version, "world_size": world_size}))
+
+
+def test_of_two_runs_in_one_folder_the_asked_one_is_read(tmp_path):
+    for size in (2, 4):
+        touch(tmp_path, "model", size, range(size))
+    assert len(saved_files(str(tmp_path), "model", 4)) == 4
+    assert len(saved_files(str(tmp_path), "model", 2)) == 2
+
+
+def test_the_last_save_counts_only_if_all_of_it_is_there(tmp_path):
+    assert last_save(str(tmp_path), "model") is None
+    note(tmp_path, 4, version=1)
+    touch(tmp_path, "model", 4, (0, 1))
+    assert last_save(str(tmp_path), "model") is None
+    touch(tmp_path, "model", 4, range(4))
+    last = last_save(str(tmp_path), "model")
+    assert (last.fsdp_version, last.world_size) == (1, 4)
+    assert last_save(str(tmp_path), "optim") is None
+    (tmp_path / "fsdp_config.json").write_text("{")
+    assert last_save(str(tmp_path), "model") is None
+
+
+def test_a_kind_that_the_run_never_saved_is_left_out_by_the_remedy(tmp_path):
+    touch(tmp_path, "model", 2, range(2))
+    touch(tmp_path, "extra_state", 2, range(2))
+    with pytest.raises(ConfigError) as caught:
+        saved_files(str(tmp_path), "optim")
+    assert caught.value.remedy.startswith("<role>.checkpoint.load_contents=[model,extra]")
+
+
 def test_a_folder_that_is_not_there_has_no_files(tmp_path):
     with pytest.raises(ConfigError) as caught:
         saved_files(str(tmp_path / "nowhere"), "optim")
@@ -364,3 +456,118 @@ def test_a_remote_file_of_the_same_number_of_ranks_is_copied_and_read(tmp_path, 
     manager.rank, manager.world_size, manager.model = 0, 4, None
     assert manager._read("hdfs://runs/actor", "extra_state", files) == {"rng": 1}
     assert files == [str(tmp_path / "here.pt")]
+
+
+# Through the manager
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    pytest.importorskip("verl")
+    from verl_ext_sharding.engines import checkpoints
+
+    def made(*, rank=0, ranks=1, version=0):
+        monkeypatch.setattr(checkpoints, "fsdp_version", lambda model: version)
+        one = object.__new__(checkpoints.HostCheckpointManager)
+        one.rank, one.world_size, one.model = rank, ranks, torch.nn.Linear(2, 1, bias=False)
+        one.optimizer = torch.optim.AdamW(one.model.parameters())
+        one.checkpoint_load_contents = one.checkpoint_save_contents = ["model", "optimizer", "extra"]
+        return one
+
+    return made
+
+
+def write(folder, kind, size, value):
+    for rank in range(size):
+        torch.save(value, folder / f"{kind}_world_size_{size}_rank_{rank}.pt")
+
+
+def test_files_of_our_own_number_are_not_read_when_another_run_saved_after_them(manager, tmp_path):
+    write(tmp_path, "model", 1, {"weight": torch.zeros(1, 2)})
+    write(tmp_path, "model", 2, {"weight": torch.ones(1, 2)})
+    note(tmp_path, 2)
+    assert torch.equal(manager()._read(str(tmp_path), "model", [])["weight"], torch.ones(1, 2))
+    note(tmp_path, 1)
+    assert torch.equal(manager()._read(str(tmp_path), "model", [])["weight"], torch.zeros(1, 2))
+    note(tmp_path, 2, version=1)
+    with pytest.raises(ConfigError) as caught:
+        manager(version=1)._read(str(tmp_path), "model", [])
+    assert "files of 2 ranks" in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kind", "remedy"),
+    [
+        (2, 1, "optim", "strategy=fsdp for this role; or without the optimizer"),
+        (0, 1, "optim", "strategy=fsdp for this role; or without the optimizer"),
+        (1, 2, "optim", "strategy=fsdp2 for this role; or without the optimizer"),
+        (1, 0, "optim", "strategy=fsdp2 for this role"),
+        (1, 0, "model", "strategy=fsdp2 for this role"),
+        (0, 1, "model", None),
+        (2, 0, "optim", None),
+        (0, 2, "optim", None),
+        (1, 1, "optim", None),
+    ],
+)
+def test_what_fsdp1_and_others_cannot_read_of_each_other_is_said(ours, theirs, kind, remedy, manager, tmp_path):
+    ranks = 1 if 0 in (ours, theirs) else 2
+    resumed = manager(ranks=ranks, version=ours)
+    saved = resumed.model.state_dict() if kind == "model" else resumed.optimizer.state_dict()
+    write(tmp_path, kind, ranks, saved)
+    note(tmp_path, ranks, version=theirs)
+    if remedy is None:
+        assert resumed._read(str(tmp_path), kind, []).keys() == saved.keys()
+        return
+    with pytest.raises(ConfigError) as caught:
+        resumed._read(str(tmp_path), kind, [])
+    assert caught.value.subject == f"checkpoint {tmp_path}"
+    assert caught.value.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.99])
+def test_a_file_that_was_cut_short_is_named_with_an_earlier_checkpoint_as_the_way_out(left, manager, tmp_path):
+    write(tmp_path, "model", 1, {"weight": torch.zeros(100, 20)})
+    (file,) = tmp_path.glob("model*")
+    os.truncate(file, int(left * file.stat().st_size))
+    with pytest.raises(ConfigError) as caught:
+        manager()._read(str(tmp_path), "model", [])
+    assert caught.value.subject == f"checkpoint file {file}"
+    assert caught.value.found.startswith(f"{file.stat().st_size} bytes")
+    assert "earlier checkpoint" in caught.value.remedy
+
+
+def test_a_resume_from_what_verl_does_not_load_is_an_error_and_no_fresh_start(manager):
+    resumed = manager()
+    resumed.checkpoint_load_contents = ["hf_model"]
+    with pytest.raises(ConfigError) as caught:
+        resumed.load_checkpoint("/runs/global_step_8/actor")
+    assert "/runs/global_step_8/actor/huggingface" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "ours"),
+    [
+        (PermissionError(13, "Permission denied"), True),
+        (OSError(28, "No space left on device"), True),
+        (RuntimeError("[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file"), True),
+        (RuntimeError("NCCL timed out"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_checkpoint_that_cannot_be_written_says_where_and_what_stays(error, ours, manager, tmp_path, monkeypatch):
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(FSDPCheckpointManager, "save_checkpoint", fail)
+    folder = tmp_path / "global_step_8" / "actor"
+    with pytest.raises(ClusterError if ours else RuntimeError) as caught:
+        manager().save_checkpoint(str(folder), global_step=8)
+    if not ours:
+        assert caught.value is error
+        return
+    assert caught.value.subject == f"checkpoint {folder}"
+    assert str(tmp_path) in caught.value.found
+    assert "trainer.default_local_dir" in caught.value.remedy

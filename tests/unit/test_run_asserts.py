@@ -234,6 +234,14 @@ def prepare(compose, *overrides):
         ),
         ([*REWARD, "reward.reward_model.enable_resource_pool=True"], "reward.reward_model.nnodes"),
         (["distillation.enabled=True"], "distillation.nnodes"),
+        (
+            [
+                "actor_rollout_ref.model.lora_rank=8",
+                "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",
+                "trainer.save_freq=10",
+            ],
+            "actor_rollout_ref.actor.checkpoint.save_contents",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -349,3 +349,9 @@ def test_an_old_key_that_a_plus_added_is_answered(prepare):
     error = refusal(prepare, written=["+model.partial_pretrain=/m", "+data.prompt_key=question"])
     assert error.remedy == "write model.path=/m; remove data.prompt_key"
     prepare(written=["model.path=/m", "+data.my_own_key=1"])
+
+
+def test_a_model_with_adapters_is_not_saved_under_names_that_nothing_loads(prepare):
+    contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]", "trainer.save_freq=10"
+    assert refusal(prepare, *contents, "model.lora_rank=8").subject == "checkpoint.save_contents"
+    prepare(*contents)

@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
+import shutil
 import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx, offload_fsdp
 from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.engines import reshard
 from verl_ext_sharding.engines.optimizer_states import Where, load_optimizer
-from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.errors import ClusterError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ class HostCheckpointMixin:
 
 
 class HostCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc, unused-ignore]
-    """verl's checkpoint manager with another way to load; what it saves is the same.
+    """verl's checkpoint manager with another way to load; what it saves is the same, and if it can't, it says why.
 
     Args:
         step_device: Where the optimizer steps, see `load_optimizer`.
@@ -94,6 +97,19 @@ class HostCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc, unused
         super().__init__(*args, **kwargs)
         self.step_device = step_device
         self.state_device = state_device
+
+    def save_checkpoint(self, local_path: str | None, *args: Any, **kwargs: Any) -> None:
+        """As verl's.
+
+        Raises:
+            ClusterError: A file could not be written.
+        """
+        try:
+            super().save_checkpoint(local_path, *args, **kwargs)
+        except Exception as error:
+            if local_path is None or not _is_of_writing(error):
+                raise
+            raise _unsaved(local_path, error) from error
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -109,10 +125,12 @@ class HostCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc, unused
         states, every rank then goes on with those of the first.
 
         Raises:
-            ConfigError: Files are missing, or of another number of ranks and of FSDP1 or in a remote folder.
+            ConfigError: Files are missing, cut short, or of another number of ranks and of FSDP1 or in a remote folder.
         """
         if local_path is None:
             return
+        if "hf_model" in self.checkpoint_load_contents and not self.should_load_model:
+            raise _hf_model_alone(local_path)
         get_platform().synchronize()  # copies to the host may still be under way, and would come after ours
         files: list[str] = []
         if self.should_load_model:
@@ -146,30 +164,52 @@ class HostCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc, unused
     def _read(self, folder: str, kind: str, files: list[str]) -> dict[str, Any]:
         """What this rank needs of one kind; the files that were read are added to `files`."""
         own = os.path.join(folder, f"{kind}_world_size_{self.world_size}_rank_{self.rank}.pt")
-        if is_non_local(folder) and not exists(own):
+        remote = is_non_local(folder)
+        if remote and not exists(own):
             raise _remote_of_other_ranks(folder, own)
-        if is_non_local(folder) or os.path.exists(own):
+        last = None if remote else reshard.last_save(folder, kind)
+        if last is not None and kind != "extra_state":
+            self._refuse_other_fsdp(folder, kind, last)
+        # a folder that was saved into twice may have files of our own number that are the older ones
+        older = last is not None and last.world_size != self.world_size
+        if remote or (os.path.exists(own) and not older):
             files.append(copy_to_local(own))
             saved = load_on_host(files[-1])
-            # with one rank, every layout writes files of the same name
-            version = fsdp_version(self.model)
-            as_saved = version == 1 or (version == 2 and reshard.is_sharded(saved))
-            if self.world_size > 1 or kind == "extra_state" or as_saved:
+            if kind == "extra_state" or self._is_cut_alike(kind, saved):
                 return saved
-            parts = [saved]
+            if remote and self.world_size > 1:
+                raise _remote_of_other_ranks(folder, own)
+            paths = [Path(files[-1])] if remote else reshard.saved_files(folder, kind, self.world_size)
         else:
-            paths = reshard.saved_files(folder, kind)
+            paths = reshard.saved_files(folder, kind, last.world_size if last is not None else None)
             if kind == "extra_state":
                 return load_on_host(str(paths[0]))
             if fsdp_version(self.model) == 1:
                 raise _fsdp1_of_other_ranks(folder, kind, len(paths), self.world_size)
-            if self.rank == 0:
-                logger.info("%s of %s: saved by %d ranks, cut anew for %d", kind, folder, len(paths), self.world_size)
-            parts = [load_on_host(str(path)) for path in paths]
+        if self.rank == 0:
+            logger.info("%s of %s: saved by %d ranks, cut anew for %d", kind, folder, len(paths), self.world_size)
+        parts = [load_on_host(str(path)) for path in paths]
         if kind == "model":
             return reshard.fitted_model(parts, self.model.state_dict(), folder)
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return reshard.fitted_optimizer(parts, parameters, folder)
+        return reshard.fitted_optimizer(parts, self._parameters(), folder)
+
+    def _is_cut_alike(self, kind: str, saved: Mapping[str, Any]) -> bool:
+        """Whether this rank's file is for it as it is: files of one name are written by every layout and `fsdp_size`."""
+        if fsdp_version(self.model) == 1:
+            return True  # it gathers and cuts by itself
+        if kind == "model":
+            return reshard.is_model_cut_alike(saved, self.model.state_dict())
+        return reshard.is_optimizer_cut_alike(saved, self._parameters())
+
+    def _refuse_other_fsdp(self, folder: str, kind: str, last: reshard.LastSave) -> None:
+        """FSDP1 keeps optimizer states of flat parameters, which are no one else's, and reads no whole tensors."""
+        ours, theirs = fsdp_version(self.model), last.fsdp_version
+        if ours == theirs or (1 not in (ours, theirs) if kind == "optim" else (ours, theirs) != (1, 0)):
+            return
+        raise _other_fsdp(folder, kind, ours=ours, theirs=theirs)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
 
 def load_on_host(file: str) -> dict[str, Any]:
@@ -177,9 +217,17 @@ def load_on_host(file: str) -> dict[str, Any]:
 
     Args:
         file: Written by `torch.save`.
+
+    Raises:
+        ConfigError: The file is not whole.
     """
     mapped = zipfile.is_zipfile(file)  # not the format before torch 1.6
-    loaded: dict[str, Any] = torch.load(file, map_location="cpu", mmap=mapped, weights_only=False)
+    try:
+        loaded: dict[str, Any] = torch.load(file, map_location="cpu", mmap=mapped, weights_only=False)
+    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        if getattr(error, "filename", None) is not None or "unable to mmap" in str(error):
+            raise  # the system's own, which says what it could not do
+        raise _cut_short(file, error) from error
     return loaded
 
 
@@ -209,6 +257,65 @@ def _fsdp1_of_other_ranks(folder: str, kind: str, saved_by: int, world_size: int
         found=f"files of {saved_by} ranks",
         consequence="the run stops",
         remedy="strategy=fsdp2 for this role reads files of FSDP2 whatever their number; or resume on as many devices",
+    )
+
+
+def _is_of_writing(error: Exception) -> bool:
+    """torch and safetensors have errors of their own for a disk that is full."""
+    if isinstance(error, RuntimeError):
+        return "PytorchStreamWriter" in str(error) or "inline_container" in str(error)
+    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
+
+
+def _unsaved(folder: str, error: Exception) -> ClusterError:
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    free_gib = shutil.disk_usage(there).free / 2**30
+    return ClusterError(
+        f"checkpoint {folder}",
+        expected="a folder that can be written to, with room for the checkpoint",
+        found=f"{str(error).splitlines()[0] if str(error) else type(error).__name__}; {free_gib:.1f} GiB free in {there}",
+        consequence="the run stops; trainer.resume_mode=auto goes on from the checkpoint before this one",
+        remedy="trainer.default_local_dir=<a folder with room>, or fewer files: <role>.checkpoint.save_contents, "
+        "trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep",
+    )
+
+
+_STRATEGY = {0: "layout=device_map", 1: "strategy=fsdp", 2: "strategy=fsdp2"}
+
+
+def _other_fsdp(folder: str, kind: str, *, ours: int, theirs: int) -> ConfigError:
+    without = (
+        "" if ours == 1 and theirs == 0 else "; or without the optimizer: <role>.checkpoint.load_contents=[model,extra]"
+    )
+    return ConfigError(
+        f"checkpoint {folder}",
+        expected=f"{kind} files that {_STRATEGY[ours]} can read",
+        found=f"files of {_STRATEGY.get(theirs, theirs)}",
+        consequence="the run stops",
+        remedy=f"{'strategy=fsdp2' if ours == 1 else _STRATEGY[1]} for this role{without}",
+    )
+
+
+def _hf_model_alone(folder: str) -> ConfigError:
+    return ConfigError(
+        f"checkpoint {folder}",
+        expected="`model` in <role>.checkpoint.load_contents, which is what is resumed from",
+        found="`hf_model` without it, which verl saves for others and does not load",
+        consequence="the run stops, since it would go on from the step with the weights of <role>.model.path",
+        remedy=f"trainer.resume_mode=disable <role>.model.path={folder}/huggingface, and save_contents=[model,hf_model] from now on",
+    )
+
+
+def _cut_short(file: str, error: Exception) -> ConfigError:
+    size_bytes = os.path.getsize(file)
+    return ConfigError(
+        f"checkpoint file {file}",
+        expected="a whole file",
+        found=f"{size_bytes} bytes that end early or are damaged ({str(error).splitlines()[0] if str(error) else type(error).__name__})",
+        consequence="the run stops",
+        remedy="trainer.resume_mode=resume_path trainer.resume_from_path=<folder>/global_step_<n> with an earlier checkpoint",
     )
 
 

@@ -272,7 +272,7 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
             state = convert_weight_keys(self.module.state_dict(), self.module)
             return unfuse_moe_params(self._on_first_device(state), self.model_config.hf_config.model_type), None
         if self.model_config.lora.get("merge", False):
-            return self._merged(), None
+            return unfuse_moe_params(self._merged(), self.model_config.hf_config.model_type), None
         config = adapters["default"]
         if base_sync_done:
             from peft.utils.save_and_load import get_peft_model_state_dict

@@ -2,18 +2,41 @@
 
 What a weight is without its adapters, PEFT knows: each of its layers merges itself (DoRA, biases, embeddings, trained tokens and
 every other kind), and modules that are trained whole stand for the original ones. Tied weights are merged for all of their names.
+
+Of sharded models verl merges the adapters itself, and `MergedExportMixin` adds what it leaves out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from verl.utils.fsdp_utils import fsdp_version
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from verl_ext_sharding.errors import first_line
+
+
+class MergedExportMixin:
+    """Added in front of one of verl's FSDP engines: what verl sends of a merged model is what the rollout's loader takes.
+
+    verl's FSDP2 merges the layers below its units and none that the root holds itself, such as those between a vision tower
+    and its language model; and it sends fused experts as they are, where for a model without adapters it sends one
+    tensor an expert, as checkpoints have them: loaders pass over what they don't know, and keep old experts.
+    """
+
+    module: nn.Module
+    model_config: Any
+
+    def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As verl's, complete; the model is bit for bit as before once all is sent, or sending has failed."""
+        merged_by_verl = super()._merged_lora_per_tensor_param  # type: ignore[misc]
+        # verl's own undoing comes first: it brings back what it found, which has ours merged
+        with _merged_in_place(_outside_of_units(self.module)), closing(merged_by_verl()) as merged:
+            yield from unfuse_moe_params(merged, self.model_config.hf_config.model_type)
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,3 +152,36 @@ def _merged(layers: Sequence[Any]) -> Iterator[None]:
                     layer.unmerge()  # which also drops what the layer noted of the merge
             for weight, data, copy in before:
                 weight.data = data.copy_(copy)
+
+
+def _outside_of_units(module: nn.Module) -> list[Any]:
+    """PEFT's layers that no unit of FSDP2 holds but the root, adapters that are merged already left out."""
+    from peft.tuners.lora import LoraLayer
+
+    if fsdp_version(module) != 2:
+        return []  # FSDP1 gathers all units at once, and merges whatever is in them
+    inside = {
+        id(layer)
+        for name, unit in module.named_modules()
+        if name and fsdp_version(unit) == 2
+        for layer in unit.modules()
+    }
+    layers = (layer for layer in module.modules() if isinstance(layer, LoraLayer))
+    return [layer for layer in layers if id(layer) not in inside and not layer.merged]
+
+
+@contextmanager
+def _merged_in_place(layers: Sequence[Any]) -> Iterator[None]:
+    """As `_merged`, of weights that may be on another device at the end than at the start."""
+    before = [(weight, weight.data.clone()) for weight in _weights(layers)]
+    try:
+        with torch.no_grad():
+            for layer in layers:
+                layer.merge()
+        yield
+    finally:
+        with torch.no_grad():
+            for layer in layers:
+                layer.merged_adapters = []
+            for weight, copy in before:
+                weight.data.copy_(copy.to(weight.device))

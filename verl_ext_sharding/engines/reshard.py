@@ -8,8 +8,10 @@ whole.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +24,128 @@ from verl_ext_sharding.errors import ConfigError
 _NAME = re.compile(r"_world_size_(\d+)_rank_(\d+)\.pt$")
 
 
-def saved_files(folder: str, kind: str) -> list[Path]:
+_CONTENTS = {"model": "model", "optim": "optimizer", "extra_state": "extra"}
+"""Kinds of files, and their names in `load_contents`."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class LastSave:
+    """What verl notes beside the files of a run, when all of them are written.
+
+    Args:
+        fsdp_version: 1, 2, or 0 for `layout: device_map`.
+        world_size: Number of ranks that saved.
+    """
+
+    fsdp_version: int
+    world_size: int
+
+
+def last_save(folder: str, kind: str) -> LastSave | None:
+    """The run that saved last into a folder, or None: nothing is noted, or not all files of that run are here.
+
+    Args:
+        folder: Local folder of a checkpoint.
+        kind: "model", "optim" or "extra_state".
+    """
+    try:
+        noted = json.loads((Path(folder) / "fsdp_config.json").read_text())
+        last = LastSave(fsdp_version=int(noted["FSDP_version"]), world_size=int(noted["world_size"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return last if last.world_size in _complete(_found(folder, kind)) else None
+
+
+def saved_files(folder: str, kind: str, world_size: int | None = None) -> list[Path]:
     """The files of one kind that a run saved, by rank.
 
     Args:
         folder: Local folder of a checkpoint.
         kind: "model", "optim" or "extra_state".
+        world_size: Of several complete sets, the one of so many ranks.
 
     Raises:
         ConfigError: There are none, some are missing, or they are of several runs.
     """
-    found: dict[int, dict[int, Path]] = {}
-    for path in Path(folder).glob(f"{kind}_world_size_*_rank_*.pt"):
-        match = _NAME.search(path.name)
-        if match:
-            found.setdefault(int(match[1]), {})[int(match[2])] = path
-    complete = {size: files for size, files in found.items() if sorted(files) == list(range(size))}
-    if len(complete) == 1:
-        ((size, files),) = complete.items()
+    found = _found(folder, kind)
+    complete = _complete(found)
+    if len(complete) == 1 or world_size in complete:
+        size, files = (world_size, complete[world_size]) if world_size in complete else next(iter(complete.items()))
         return [files[rank] for rank in range(size)]
     words = ", ".join(f"{len(files)} of {size} ranks" for size, files in sorted(found.items()))
+    others = [name for other, name in _CONTENTS.items() if other != kind and _complete(_found(folder, other))]
+    without = (
+        f"<role>.checkpoint.load_contents=[{','.join(others)}] resumes without; or " if others and not found else ""
+    )
     raise ConfigError(
         f"checkpoint {folder}",
         expected=f"one {kind} file for each rank of the run that saved",
         found=words or "none",
         consequence="the run stops",
-        remedy="trainer.resume_mode=resume_path trainer.resume_from_path=<folder>/global_step_<n> with a complete checkpoint",
+        remedy=f"{without}trainer.resume_mode=resume_path trainer.resume_from_path=<folder>/global_step_<n> with a complete "
+        "checkpoint",
     )
 
 
-def is_sharded(saved: Mapping[str, Any]) -> bool:
-    """Whether a rank's state dict of a model or an optimizer holds DTensors."""
-    values = saved["state"].values() if "state" in saved and "param_groups" in saved else [saved]
-    return any(isinstance(tensor, DTensor) for value in values for tensor in value.values())
+def _found(folder: str, kind: str) -> dict[int, dict[int, Path]]:
+    """Files of one kind by number of ranks and rank."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in Path(folder).glob(f"{kind}_world_size_*_rank_*.pt"):
+        match = _NAME.search(path.name)
+        if match:
+            found.setdefault(int(match[1]), {})[int(match[2])] = path
+    return found
+
+
+def _complete(found: Mapping[int, dict[int, Path]]) -> dict[int, dict[int, Path]]:
+    return {size: files for size, files in found.items() if sorted(files) == list(range(size))}
+
+
+def is_model_cut_alike(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Whether a rank's file of a model holds the very shards that this rank has: same mesh, same dimensions.
+
+    Args:
+        saved: The rank's saved state dict.
+        current: The model's own state dict.
+    """
+    return _are_cut_alike((value, current[name]) for name, value in saved.items() if name in current)
+
+
+def is_optimizer_cut_alike(saved: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> bool:
+    """The same of an optimizer's file. Formats of an optimizer's own are not looked at.
+
+    Args:
+        saved: The rank's saved state dict.
+        parameters: The optimizer's parameters, in the order of its groups.
+    """
+    if "state" not in saved or "param_groups" not in saved:
+        return True
+    numbers = _numbers(saved)
+    return len(numbers) == len(parameters) and _are_cut_alike(_states(saved, numbers, parameters))
+
+
+def _numbers(saved: Mapping[str, Any]) -> list[int]:
+    return [number for group in saved.get("param_groups", ()) for number in group["params"]]
+
+
+def _states(
+    saved: Mapping[str, Any], numbers: Sequence[int], parameters: Sequence[torch.Tensor]
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for value in saved["state"].get(number, {}).values():
+            if _is_like(value, parameter):
+                yield value, parameter
+
+
+def _are_cut_alike(pairs: Iterable[tuple[Any, Any]]) -> bool:
+    return all(_cut(value) == _cut(like) for value, like in pairs if isinstance(value, torch.Tensor))
+
+
+def _cut(tensor: Any) -> Any:
+    """How a tensor is cut; None: not at all."""
+    if not isinstance(tensor, DTensor):
+        return None
+    return tuple(tensor.device_mesh.mesh.shape), tuple(tensor.placements)
 
 
 def fitted_model(parts: Sequence[Mapping[str, Any]], current: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -88,7 +179,7 @@ def fitted_optimizer(
         ConfigError: The files are FSDP1's, or of another model.
     """
     first = parts[0]
-    numbers = [number for group in first.get("param_groups", ()) for number in group["params"]]
+    numbers = _numbers(first)
     if len(numbers) != len(parameters):
         raise ConfigError(
             f"optimizer states of {folder}",

@@ -53,6 +53,8 @@ class WeightLoader:
         self._ways: list[list[frozenset[str]]] = []
         self._left: dict[str, int] = {}
         self._unexpected: list[str] = []
+        self._tied: dict[str, int] = {}
+        self._first: dict[int, str] = {}
         parameters = {id(parameter) for parameter in model.parameters()}
         names_of: dict[int, list[str]] = {}
         tensors: dict[int, torch.Tensor] = {}
@@ -60,6 +62,8 @@ class WeightLoader:
             names_of.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
         for key, names in names_of.items():
+            if len(names) > 1:
+                self._tied |= dict.fromkeys(names, key)
             ways = [way for name in names for way in _spellings(name, tensors[key].data, model)]
             for way in ways:
                 self._targets.update(way)
@@ -75,7 +79,7 @@ class WeightLoader:
             bucket: One-dimensional uint8, on any device.
 
         Raises:
-            WeightSyncError: When a shape differs from the model's.
+            WeightSyncError: When a shape differs from the model's, or tied weights from each other.
         """
         with torch.no_grad():
             for piece in pieces:
@@ -120,8 +124,27 @@ class WeightLoader:
         dtype = getattr(torch, piece.dtype)
         nbytes = piece.count * dtype.itemsize
         source = bucket[piece.offset_bytes : piece.offset_bytes + nbytes].view(dtype)
-        target.view(-1)[piece.start : piece.start + piece.count].copy_(source)
+        part = target.view(-1)[piece.start : piece.start + piece.count]
+        first = self._first.setdefault(self._tied[name], name) if name in self._tied else name
+        if first == name or self._left[first] > 0:
+            part.copy_(source)
+        elif not _is_same(part, source.to(part)):
+            raise _not_tied(first, name)
         self._left[name] -= piece.count
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _not_tied(first: str, name: str) -> WeightSyncError:
+    return WeightSyncError(
+        f"weights {first!r} and {name!r}",
+        expected="the same values under both names, which are one parameter in the rollout's model (tie_word_embeddings)",
+        found="different ones: the checkpoint of the actor holds both, and transformers keeps them apart there",
+        consequence="the weight update fails, since the rollout would compute with one of the two",
+        remedy="+actor_rollout_ref.model.override_config.tie_word_embeddings=False, or a checkpoint without the second",
+    )
 
 
 def _spellings(name: str, tensor: torch.Tensor, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:

@@ -132,6 +132,21 @@ def test_either_name_of_a_tied_weight_is_enough(leave_out):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
+def test_tied_weights_that_the_trainer_keeps_apart_are_not_mixed(bucket_bytes):
+    weights = qwen2(seed=3).state_dict()
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    broken = weights[embedding].clone()
+    broken[0, 0] = float("nan")  # of a run that diverged, which is no mistake of names
+    _send((weights | {head: broken, embedding: broken}).items(), LocalEndpoint(qwen2(seed=1)), bucket_bytes)
+    apart = weights | {head: weights[head] * 2}
+    for names in (apart, dict(reversed(apart.items()))):
+        with pytest.raises(WeightSyncError) as caught:
+            _send(names.items(), LocalEndpoint(qwen2(seed=1)), bucket_bytes)
+        assert {head, embedding} == set(caught.value.subject.split("'")[1::2])
+        assert "tie_word_embeddings=False" in caught.value.remedy
+
+
 def test_a_missing_tensor_is_named():
     weights = ((name, tensor) for name, tensor in llama().state_dict().items() if "layers.1.mlp.up" not in name)
     with pytest.raises(WeightSyncError, match=r"missing model\.layers\.1\.mlp\.up_proj\.weight"):
