@@ -55,6 +55,7 @@ class WeightLoader:
         self._unexpected: list[str] = []
         self._tied: dict[str, int] = {}
         self._first: dict[int, str] = {}
+        self._apart: tuple[str, str] | None = None
         parameters = {id(parameter) for parameter in model.parameters()}
         names_of: dict[int, list[str]] = {}
         tensors: dict[int, torch.Tensor] = {}
@@ -79,7 +80,7 @@ class WeightLoader:
             bucket: One-dimensional uint8, on any device.
 
         Raises:
-            WeightSyncError: When a shape differs from the model's, or tied weights from each other.
+            WeightSyncError: When a shape differs from the model's.
         """
         with torch.no_grad():
             for piece in pieces:
@@ -89,11 +90,13 @@ class WeightLoader:
         """Checks that the update was complete.
 
         Raises:
-            WeightSyncError: Naming tensors that never came, and tensors that the model does not have.
+            WeightSyncError: Naming tensors that never came, tensors that the model does not have, and tied ones that differ.
         """
         complete = {name for name, left in self._left.items() if left <= 0}
         missing = [min(ways[0]) for ways in self._ways if not any(way <= complete for way in ways)]
         if not missing and not self._unexpected:
+            if self._apart is not None:
+                raise _not_tied(*self._apart)
             return
         found = [f"missing {_listed(missing)}"] if missing else []
         found += [f"not in the model {_listed(self._unexpected)}"] if self._unexpected else []
@@ -128,8 +131,8 @@ class WeightLoader:
         first = self._first.setdefault(self._tied[name], name) if name in self._tied else name
         if first == name or self._left[first] > 0:
             part.copy_(source)
-        elif not _is_same(part, source.to(part)):
-            raise _not_tied(first, name)
+        elif self._apart is None and not _is_same(part, source.to(part)):
+            self._apart = first, name
         self._left[name] -= piece.count
 
 
@@ -142,7 +145,7 @@ def _not_tied(first: str, name: str) -> WeightSyncError:
         f"weights {first!r} and {name!r}",
         expected="the same values under both names, which are one parameter in the rollout's model (tie_word_embeddings)",
         found="different ones: the checkpoint of the actor holds both, and transformers keeps them apart there",
-        consequence="the weight update fails, since the rollout would compute with one of the two",
+        consequence="the server refuses requests until another update, since it would compute with one of the two",
         remedy="+actor_rollout_ref.model.override_config.tie_word_embeddings=False, or a checkpoint without the second",
     )
 
