@@ -19,6 +19,7 @@ from verl_ext_sharding.config.facts import FSDP
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, MODEL_BLOCK, RoleMeasures
 from verl_ext_sharding.errors import ConfigError, ShardingError, first_line
 from verl_ext_sharding.model_configs import hf_config_of, meta_model_of
+from verl_ext_sharding.patch_points.critic_attention import STOCK_ATTENTION
 from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.placement.job import JobFacts
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from verl_ext_sharding.workers.probe import Packages
 
 logger = logging.getLogger(__name__)
-
-_STOCK = "flash_attention_2"
-"""What verl asks transformers for where `override_config` names nothing (workers/config/model.py)."""
 
 _NEWEST: Capability = (99, 0)
 """A card that no attention is too new for."""
@@ -79,7 +77,7 @@ def check_models(config: DictConfig, facts: JobFacts, measures: Mapping[str, Rol
         asked = measures.get(role, RoleMeasures())
         use = _use(config, role, asked, engine.sequence_parallel_size)
         if use.hf_config is not None:
-            has_flash_attn = importlib.util.find_spec("flash_attn") is not None or use.requested == _STOCK
+            has_flash_attn = importlib.util.find_spec("flash_attn") is not None or use.requested == STOCK_ATTENTION
             _resolve(use, None if on_cpu else _NEWEST, has_flash_attn)
         if asked.logits == "fused":
             _check_fused(config, role)
@@ -93,7 +91,7 @@ def _use(config: DictConfig, role: str, asked: RoleMeasures, ulysses_size: int) 
     own = OmegaConf.select(config, f"{block}.override_config.attn_implementation", default=None)
     return AttentionUse(
         role=role,
-        requested=asked.attention or str(own or _STOCK),
+        requested=asked.attention or str(own or STOCK_ATTENTION),
         measured=asked.attention is not None,
         packed=bool(OmegaConf.select(config, f"{block}.use_remove_padding", default=True)),
         dtype=compute_dtype(OmegaConf.select(config, f"{ENGINE_BLOCK[role]}.mixed_precision", default=None)),
@@ -162,7 +160,7 @@ def check_nodes(
                 continue  # no CUDA, or it is not known which node Ray takes
             if use.measured:
                 _resolve(use, capability, here.flash_attn, here.torch)
-            elif use.requested == _STOCK and not (here.flash_attn or here.kernels):
+            elif use.requested == STOCK_ATTENTION and not (here.flash_attn or here.kernels):
                 lacking.append(use.role)
                 break
     if lacking:

@@ -9,8 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_ext_sharding import envs, launchers, layer_plans
+from verl_ext_sharding import envs, launchers
 from verl_ext_sharding.cli import render
+from verl_ext_sharding.cli.plan import show
 from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
@@ -38,10 +39,7 @@ def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: 
     if cpu.is_cpu(config):
         os.environ[envs.VERL_PLATFORM] = "cpu"
         os.environ.setdefault(envs.PRESTART, "0")
-    render.show_changes(plan.changes)
-    render.show_placement(plan.table)
-    for role, layer_map in plan.maps.items():
-        render.show_layers(role, layer_plans.planned_rows(config, layer_map), layer_map.notes)
+    show(config, plan)
     events.emit("stage", name="ray")
     return original(config, task_runner_class=TaskRunnerGate(task_runner_class, plan, config, joins_ray=joins_ray))
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hydra.errors import HydraException
     from omegaconf import DictConfig
 
+    from verl_ext_sharding.driver import Plan
+
 _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer_engine")
 """verl's own primary configs."""
 
@@ -58,11 +60,23 @@ def run(*, overrides: Sequence[str], config_name: str, config_path: str | None, 
             {**plan.table.as_dict(), "layers": layers, "changes": [asdict(change) for change in plan.changes]}
         )
         return 0
+    show(config, plan)
+    return 0
+
+
+def show(config: DictConfig, plan: Plan) -> None:
+    """Prints the keys that were set, the planned table, and what layers lie where.
+
+    Args:
+        config: The config that the plan was made of.
+        plan: What the driver decided.
+    """
+    from verl_ext_sharding import layer_plans
+
     render.show_changes(plan.changes)
     render.show_placement(plan.table)
     for role, layer_map in plan.maps.items():
         render.show_layers(role, layer_plans.planned_rows(config, layer_map), layer_map.notes)
-    return 0
 
 
 def _show_sft(config: DictConfig, overrides: Sequence[str], *, as_json: bool) -> int:

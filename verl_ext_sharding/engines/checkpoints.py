@@ -28,7 +28,7 @@ from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx, offload_fsdp
 from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.engines import reshard
 from verl_ext_sharding.engines.optimizer_states import Where, load_optimizer
-from verl_ext_sharding.errors import ClusterError, ConfigError
+from verl_ext_sharding.errors import ClusterError, ConfigError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ def _unsaved(folder: str, error: Exception) -> ClusterError:
     return ClusterError(
         f"checkpoint {folder}",
         expected="a folder that can be written to, with room for the checkpoint",
-        found=f"{str(error).splitlines()[0] if str(error) else type(error).__name__}; {free_gib:.1f} GiB free in {there}",
+        found=f"{first_line(error)}; {free_gib:.1f} GiB free in {there}",
         consequence="the run stops; trainer.resume_mode=auto goes on from the checkpoint before this one",
         remedy="trainer.default_local_dir=<a folder with room>, or fewer files: <role>.checkpoint.save_contents, "
         "trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep",
@@ -313,7 +313,7 @@ def _cut_short(file: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"checkpoint file {file}",
         expected="a whole file",
-        found=f"{size_bytes} bytes that end early or are damaged ({str(error).splitlines()[0] if str(error) else type(error).__name__})",
+        found=f"{size_bytes} bytes that end early or are damaged ({first_line(error)})",
         consequence="the run stops",
         remedy="trainer.resume_mode=resume_path trainer.resume_from_path=<folder>/global_step_<n> with an earlier checkpoint",
     )

@@ -11,6 +11,7 @@ from typing import Any
 from verl_ext_sharding.patching.spec import PatchSpec
 
 STOCK_ATTENTION = "flash_attention_2"
+"""What verl asks transformers for where `override_config` names nothing (workers/config/model.py), and for every critic."""
 
 
 def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:

@@ -136,10 +136,15 @@ def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def is_dense(value: torch.Tensor) -> bool:
     """Whether a state is a tensor with memory of its own; quantised states (torchao) know how to be moved, and no more."""
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return type(local) is torch.Tensor
+    return type(_local(value)) is torch.Tensor
 
 
 def _num_bytes(value: torch.Tensor) -> int:
-    local = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor, this rank's part
+    local = _local(value)
     return local.numel() * local.element_size()
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor, this rank's part."""
+    local: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return local
