@@ -79,6 +79,12 @@ EXTRA = {
         }.items()
         for line in lines
     ],
+    "capped": [  # long rows, all in one micro-batch of the update alone: nothing before it comes near the cap
+        "data.max_response_length=512",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    ],
 }
 """`spread`: the layers of actor and critic over both GPUs. `plain`: verl's own settings on one GPU (stock verl itself loads no critic
 without flash-attn). `measures`: the same with memory measures for each role. `capped`: the actor's second rank may use so little of its

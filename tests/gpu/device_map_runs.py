@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,9 @@ def main(file: Path, second: str) -> None:
     results: dict[str, Any] = {}
     made: dict[str, dict[str, Any]] = {}
     for case in found:
+        started = time.monotonic()
         made[case.name], results[case.name] = run_case(case)
+        print(f"{case.name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
         one = case.name.removesuffix("_spread").removesuffix("_whole")
         if one != case.name:
             results[case.name]["difference"] = engine_runs._differences(made.pop(case.name), made[one])

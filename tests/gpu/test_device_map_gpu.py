@@ -23,8 +23,8 @@ SECOND = ["cpu", "1"] if torch.cuda.device_count() > 1 else ["cpu"]
 def runs(request, tmp_path_factory):
     file = tmp_path_factory.mktemp("device_map") / "results.json"
     command = [sys.executable, "-m", "tests.gpu.device_map_runs", str(file), request.param]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-6000:]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=500)  # `pytest -s` shows each case
+    assert done.returncode == 0
     return json.loads(file.read_text())
 
 
