@@ -15,6 +15,7 @@ update    updates (optimizer included) of actor and critic, same model and token
 layers    one process: the model on one device, over two by layers, and over two with less memory than it needs on one
           (two CUDA devices; compare `torchrun --nproc-per-node 2 ... --parts policies`, whose ranks have `--rows` each).
 offloads  updates of the actor (optimizer included) with each combination of offload: at rest, and peak of each card.
+ulysses   updates of the actor under torchrun, each rank with rows of its own, and the same rows with their tokens over all ranks.
 idle      verl's engine against ours with nothing to do, alternating.
 
 Liger's kernels are among the policies where liger-kernel is installed.
@@ -369,6 +370,19 @@ class Bench:
             del worker
             self.free()
         self.table("actor updates, optimizer included", ("offload", "ms", "at rest GiB", "peak GiB"), rows)
+
+    def ulysses(self) -> None:
+        rows = []
+        measures = RoleMeasures(attention="auto", logits="auto", checkpointing=True)
+        for name, size in (("on each card", 1), ("over all cards", torch.distributed.get_world_size())):
+            worker = self.worker("actor", measures, ulysses_sequence_parallel_size=size)
+            first = worker.train_batch(self.data(self.lengths))
+            norm = "n/a" if first is None else f"{first['metrics']['grad_norm']:.6g}"
+            rows.append([name, *self._trained(worker), norm, worker.engine.applied["attention"].partition(" ")[0]])
+            del worker
+            self.free()
+        columns = ("rows", "ms", "at rest GiB", "peak GiB", "gradient norm", "attention")
+        self.table(f"actor updates, the same {self.args.rows} x {self.args.tokens} tokens on all ranks", columns, rows)
 
     def _trained(self, worker: Any) -> tuple[str, str, str]:
         """Updates: median ms, GiB at rest after one and peak GiB, both of each card."""

@@ -79,6 +79,7 @@ def check_models(config: DictConfig, facts: JobFacts, measures: Mapping[str, Rol
         if use.hf_config is not None:
             has_flash_attn = importlib.util.find_spec("flash_attn") is not None or use.requested == STOCK_ATTENTION
             _resolve(use, None if on_cpu else _NEWEST, has_flash_attn)
+        _check_slices(config, use)
         if asked.logits == "fused":
             _check_fused(config, role)
         if not on_cpu:
@@ -117,6 +118,28 @@ def _resolve(
         dtype=getattr(torch, use.dtype),
         ulysses_size=use.ulysses_size,
         role=use.role,
+    )
+
+
+def _check_slices(config: DictConfig, use: AttentionUse) -> None:
+    """Refuses verl's own key for an attention that would see one rank's slice of a row.
+
+    With Ulysses verl exchanges heads inside of transformers' flash attention alone, and says nothing under any other.
+    """
+    from verl_ext_sharding.training.attention_support import runs_flash_whatever_is_set
+
+    if use.measured or use.ulysses_size == 1 or "flash" in use.requested:
+        return
+    hf_config = hf_config_of(config, use.role)
+    if hf_config is None or runs_flash_whatever_is_set(hf_config):
+        return
+    raise ConfigError(
+        f"{MODEL_BLOCK[use.role]}.override_config.attn_implementation={use.requested}",
+        expected=f"an attention that sees the whole row, of which ulysses_sequence_parallel_size={use.ulysses_size}"
+        " gives each rank a slice",
+        found=f"{use.requested} by verl's key, for which verl exchanges nothing between the ranks of {use.role}",
+        consequence="the run stops before any model loads; it would train on slices and not say so",
+        remedy=f"sharding.roles.{use.role}.attn_implementation=auto, or ulysses_sequence_parallel_size=1",
     )
 
 

@@ -231,12 +231,17 @@ def test_a_size_that_does_not_divide_the_gpus_of_a_role_is_not_offered(eight):
     [
         {"actor_rollout_ref.model.use_remove_padding": False},
         {"critic.model.override_config.attn_implementation": "sdpa"},
-        {"sharding.roles.critic.attn_implementation": "varlen"},
+        {"sharding.roles.critic.attn_implementation": "eager"},
     ],
     ids=str,
 )
 def test_a_role_whose_attention_can_not_share_a_sequence_is_offered_no_other_size(changed, eight):
     assert list(by_size(error(**eight, **changed))) == [1]
+
+
+@pytest.mark.parametrize("name", ["auto", "varlen", "flash_attention_2"])
+def test_a_role_whose_attention_shares_a_sequence_is_offered_other_sizes(name, eight):
+    assert len(by_size(error(**eight, **{"sharding.roles.critic.attn_implementation": name}))) > 1
 
 
 def test_a_size_is_offered_only_if_its_batches_run(eight):

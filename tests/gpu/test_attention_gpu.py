@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "unit" / "training"))
 from attention_cases import CONFIGS, LENGTHS, packed_inputs, padded_inputs, sequences, tiny_model, token_logprobs
 from logprob_cases import plain_linear
 
-from verl_ext_sharding.training import attention, logprobs, tiles
+from verl_ext_sharding.training import attention, logprobs, packed_flash, tiles
 from verl_ext_sharding.training.varlen import torch_kernel
 
 pytestmark = [
@@ -28,6 +28,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 @pytest.fixture(autouse=True)
 def _registered():
     attention.register()
+    if attention.flash_attn_importable():
+        packed_flash.prepare()
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
@@ -42,6 +44,7 @@ def run(name, implementation, inputs, samples, dtype):
     return log_probs.detach(), {key: value.grad.float() for key, value in model.named_parameters()}
 
 
+needs_flash_attn = pytest.mark.skipif(not attention.flash_attn_importable(), reason="flash-attn is not installed")
 needs_kernel = pytest.mark.skipif(torch_kernel() is None, reason="torch before 2.10 has no packed kernel")
 
 
@@ -50,6 +53,7 @@ needs_kernel = pytest.mark.skipif(torch_kernel() is None, reason="torch before 2
     ("implementation", "dtype"),
     [
         pytest.param("varlen", torch.bfloat16, marks=needs_kernel),
+        pytest.param("fa2_packed", torch.bfloat16, marks=needs_flash_attn),
         ("sdpa_packed", torch.bfloat16),
         ("sdpa_packed", torch.float32),
     ],

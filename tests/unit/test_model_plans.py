@@ -112,10 +112,26 @@ def test_kernels_of_cuda_are_refused_on_cpus(planned):
     assert "attn_implementation=sdpa" in caught.value.remedy
 
 
-def test_ulysses_is_refused_where_the_attention_can_not_exchange_heads(planned):
-    asked = ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",)
-    with pytest.raises(ConfigError, match="exchanges heads in flash_attention_2 only"):
-        planned(*asked, "sharding.roles.actor.attn_implementation=varlen")
+ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
+
+
+def test_ulysses_with_an_attention_that_can_not_exchange_heads_is_refused(planned):
+    with pytest.raises(ConfigError, match="the tokens of one rank alone"):
+        planned(ULYSSES, "sharding.roles.actor.attn_implementation=eager")
+    planned(ULYSSES, "sharding.roles.actor.attn_implementation=varlen")
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_ulysses_with_an_attention_of_verls_key_that_sees_one_slice_is_refused_with_what_to_type(name, planned):
+    asked = (ULYSSES, f"+actor_rollout_ref.model.override_config.attn_implementation={name}")
+    with pytest.raises(ConfigError, match="train on slices") as caught:
+        planned(*asked)
+    planned(*asked, caught.value.remedy.partition(",")[0])
+
+
+def test_ulysses_with_verls_own_flash_attention_passes(planned):
+    planned(ULYSSES)
+    planned(ULYSSES, "+actor_rollout_ref.model.override_config.attn_implementation=kernels-community/flash-attn2")
 
 
 # Against the nodes

@@ -42,6 +42,9 @@ class Case:
         model_name: Of the model, see `engine_runs.folder_of`.
         reads_logits: Batches that need the logits themselves are tried too.
         one_rank: It is run on one rank only.
+        two_ranks: It is run on two ranks only.
+        same_data: Each rank has the batches of the first.
+        flash_attn: It is run as if flash-attn were installed and there were a card, see `engine_runs.flash_attn`.
     """
 
     name: str
@@ -54,6 +57,19 @@ class Case:
     model_name: str = "qwen2"
     reads_logits: bool = False
     one_rank: bool = False
+    two_ranks: bool = False
+    same_data: bool = False
+    flash_attn: bool = False
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its layers are compiled, which looking at each operation would keep them from."""
+        policy = self.measures.checkpointing
+        return isinstance(policy, Mapping) and bool(policy.get("compile"))
+
+    def runs_on(self, num_ranks: int) -> bool:
+        """Whether it is run on so many ranks, 1 or 2."""
+        return not (self.one_rank if num_ranks == 2 else self.two_ranks)
 
 
 PADDED = {"use_remove_padding": False}
@@ -159,6 +175,56 @@ def _delta_net() -> list[Case]:
         )
         for name, (measures, model) in cases.items()
     ]
+
+
+COMPILED = {"policy": "budget", "budget": 0.3, "compile": True}
+
+
+def _flash() -> list[Case]:
+    """Where flash-attn is installed: asked for, and as verl's own choice with layers that are compiled."""
+    measures = RoleMeasures(logits="chunked", checkpointing=COMPILED)
+    stock = {"override_config": {"attn_implementation": "flash_attention_2"}}
+    asked = RoleMeasures(attention="flash_attention_2", logits="chunked")
+    cases = [
+        Case(name="flash", measures=asked, like="packed"),
+        Case(name="flash_compiled", measures=measures, model=stock, like="flash"),
+    ]
+    return [replace(case, flash_attn=True, one_rank=True) for case in cases]
+
+
+def _rows() -> list[Case]:
+    """Ulysses: the tokens of a packed row over two ranks, which have the same batches, as its whole row on each has."""
+    ulysses = {"ulysses_sequence_parallel_size": 2}
+    full = POLICIES["full"]
+    actor, critic = RoleMeasures(attention="sdpa", logits="chunked"), RoleMeasures(attention="sdpa")
+    cases = [
+        Case(name="rows", measures=actor),
+        Case(name="ulysses", measures=actor, engine=ulysses, like="rows"),
+        Case(
+            name="ulysses_all",
+            measures=RoleMeasures(attention="auto", logits="fused", checkpointing=full, offload_activations=True),
+            engine=ulysses,
+            like="rows",
+        ),
+        Case(
+            name="ulysses_flash",
+            measures=RoleMeasures(attention="flash_attention_2", logits="chunked", checkpointing=COMPILED),
+            engine=ulysses,
+            like="rows",
+            flash_attn=True,
+        ),
+        Case(name="rows_lora", measures=actor, model=LORA),
+        Case(name="ulysses_lora", measures=actor, model=LORA, engine=ulysses, like="rows_lora"),
+        Case(name="rows_critic", role="critic", measures=critic),
+        Case(
+            name="ulysses_critic",
+            role="critic",
+            measures=replace(critic, checkpointing=full),
+            engine=ulysses,
+            like="rows_critic",
+        ),
+    ]
+    return [replace(case, two_ranks=True, same_data=True) for case in cases]
 
 
 def _lora() -> list[Case]:
@@ -269,4 +335,6 @@ CASES = [
     *_critic(),
     *_ref(),
     *_spread(),
+    *_rows(),
+    *_flash(),
 ]

@@ -16,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.verl.engine_cases import ALL, CASES, COMBINED, Case, Size
 from verl_ext_sharding import envs
@@ -45,7 +47,7 @@ def results(num_ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
     """`{case: what it did}` as rank 0 saw it.
 
     Args:
-        num_ranks: 1, or 2 for all cases but those of one rank.
+        num_ranks: 1 or 2; not all cases are run on both.
         folder: For logs and results.
     """
     for name in sorted({case.model_name for case in CASES}):
@@ -171,7 +173,8 @@ class Run:
         os.environ[envs.SPEC] = spec_of(case).to_json()
         torch.manual_seed(0)  # adapters
         self.case = case
-        self.batches = [batch(1000 * rank + index, case.size) for index in range(STEPS + 1)]
+        seed = 0 if case.same_data else 1000 * rank
+        self.batches = [batch(seed + index, case.size) for index in range(STEPS + 1)]
         self.worker = TrainingWorker(_config(case))
         self.worker.reset()
         self.engine = self.worker.engine
@@ -209,7 +212,9 @@ class Run:
         """
         data = self.data(0, first_only=True, compute_loss=False, **more)
         output = self.worker.infer_batch(data)
-        found = {}
+        found: dict[str, Any] = {}
+        if output is None:  # with Ulysses the first rank of a row answers for it
+            return found
         for name in ("log_probs", "entropy", "values", "sum_pi_squared"):
             if name in output:
                 found.update({f"{name}.{i}": one[:-1].clone() for i, one in enumerate(output[name].unbind())})
@@ -217,7 +222,8 @@ class Run:
 
     def train(self, index: int) -> dict[str, float]:
         """One optimizer step of two micro-batches; verl's metrics."""
-        metrics = self.worker.train_batch(self.data(index))["metrics"]
+        output = self.worker.train_batch(self.data(index))
+        metrics = {} if output is None else output["metrics"]
         return {key: _number(value) for key, value in metrics.items() if not key.startswith("perf/")}
 
     def kept(self) -> dict[str, int]:
@@ -260,6 +266,14 @@ class Run:
             return 0
         return stage.offloader.pool.in_use_bytes if in_use else stage.offloader.pool.total_bytes
 
+    def layers(self) -> dict[str, Any]:
+        """How the layers were compiled."""
+        from verl_ext_sharding.training import checkpointing
+
+        recompute = checkpointing._application(self.engine.module).recompute
+        pieces = [variant.backend.pieces for variant in recompute.compiled]
+        return {"failure": recompute.failure, "pieces": max(pieces), "graphs": recompute.graphs}
+
     def optimizer_bytes(self) -> dict[str, int] | None:
         """Where this rank's optimizer states are between steps; None: where verl leaves them."""
         from verl_ext_sharding.training import optimizer_offload
@@ -287,6 +301,58 @@ class Run:
     def exported(self) -> dict[str, Any]:
         """The weights that the rollout gets."""
         return {name: value.clone() for name, value in self.engine.get_per_tensor_param()[0]}
+
+
+@contextmanager
+def flash_attn() -> Iterator[None]:
+    """A card and flash-attn as far as decisions go; its function for packed sequences is a plain one, in fp32 and on the CPU."""
+    import torch
+    from transformers import modeling_flash_attention_utils
+
+    from verl_ext_sharding.engines import measured
+    from verl_ext_sharding.training import attention, packed_flash, varlen
+
+    kernel = packed_flash.FlashKernel(dtypes=frozenset({torch.float32}), device_type="cpu")
+    stand_in = functools.partial(packed_flash.packed_flash_attention, kernel=kernel)
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (
+                modeling_flash_attention_utils,
+                "_lazy_imports",
+                lambda *_, **__: (None, _flash_attn_varlen, None, None, None),
+            ),
+            (modeling_flash_attention_utils, "_loaded_implementation", None),
+            (packed_flash, "packed_flash_attention", stand_in),
+            (varlen, "HALF", frozenset({torch.float32})),
+            (attention, "flash_attn_importable", lambda: True),
+            (measured, "_capability", lambda: (9, 0)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def _flash_attn_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> Any:
+    """flash-attn's function, by its names, for tokens of sequences laid end to end; a square, which the compiler can trace."""
+    import torch
+
+    assert causal
+    place = torch.arange(q.shape[0])
+    sequence = torch.bucketize(place, cu_seqlens_q[1:], right=True)
+    seen = (sequence[:, None] == sequence[None]) & (place[:, None] >= place[None])
+    k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
 
 def _config(case: Case) -> Any:
@@ -341,15 +407,20 @@ def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Pat
     Returns:
         What JSON can hold.
     """
-    with _Messages() as messages, _RowLoops() as loops, warnings.catch_warnings(record=True) as warned:
+    with ExitStack() as stack:
+        messages, loops = stack.enter_context(_Messages()), stack.enter_context(_RowLoops())
+        warned = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
+        if case.flash_attn:
+            stack.enter_context(flash_attn())
         run = Run(case, rank)
         tensors = {"inferred": run.infer()}
         if case.reads_logits:
             tensors["inferred from logits"] = run.infer_from_logits()
         found: dict[str, Any] = {"names": sorted(run.weights()), "applied": run.engine.applied}
         if case.role != "ref":
-            found["kept"] = run.kept()
+            if not case.compiled:
+                found["kept"] = run.kept()
             found["steps"] = []
             for index in range(STEPS):
                 run.worker.to("device")
@@ -361,6 +432,8 @@ def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Pat
             tensors["exported"] = run.exported()
             found |= {"exported": sorted(tensors["exported"]), "parameter_bytes": run.parameter_bytes()}
             found["optimizer_bytes"] = run.optimizer_bytes()
+            if case.compiled:
+                found["layers"] = run.layers()
         theirs = run.worker.model_config
         found["shared"] = {"attention": theirs.hf_config._attn_implementation, "fused": theirs.use_fused_kernels}
         found["row_loops"] = loops.calls
@@ -372,7 +445,7 @@ def run_case(case: Case, rank: int, made: dict[str, dict[str, Any]], folder: Pat
         del tensors["inferred from logits"]
     found["messages"] = messages.texts
     found["warnings"] = sorted({str(warning.message) for warning in warned})
-    if case.like is not None:
+    if case.like is not None and rank == 0:
         found["difference"] = _differences(tensors, made[case.like])
     made[case.name] = tensors
     return found
@@ -463,7 +536,7 @@ def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    cases = [case for case in CASES if (num_ranks == 1 or not case.one_rank) and (not names or case.name in names)]
+    cases = [case for case in CASES if case.runs_on(num_ranks) and (not names or case.name in names)]
     made: dict[str, dict[str, Any]] = {}
     found = {case.name: run_case(case, rank, made, folder) for case in cases}
     if rank == 0:

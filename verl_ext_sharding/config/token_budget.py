@@ -37,7 +37,7 @@ SP_SIZES = (1, 2, 4)
 """Sequence-parallel sizes that an error offers, besides the present ones."""
 
 _FLASH = ("flash_attention_2", "auto")
-"""Attention that exchanges heads between the ranks of a sequence; "auto" takes it where it is installed."""
+"""Attention by which a sequence may lie on several ranks, whoever asks for it; "auto" takes none that it may not lie on."""
 
 Sizes = Mapping[str, int]
 """Sequence-parallel size of each role."""
@@ -234,11 +234,12 @@ def _splits(role: str, size: int, values: Mapping[str, Any], strategy: str) -> b
         return False  # its other parallel sizes must be set anew with it (ParallelDims)
     if size == 1 or strategy == "megatron":  # context parallelism leaves heads whole
         return True
-    attention = f"{MODEL_BLOCK[role]}.override_config.attn_implementation"
-    asked = values.get(f"sharding.roles.{role}.attn_implementation") or values.get(attention) or _FLASH[0]
+    ours = values.get(f"sharding.roles.{role}.attn_implementation")
+    asked = ours or values.get(f"{MODEL_BLOCK[role]}.override_config.attn_implementation") or _FLASH[0]
     heads: Heads | None = heads_of(values, role)
     packs = bool(values.get(f"{MODEL_BLOCK[role]}.use_remove_padding"))
-    return packs and asked in _FLASH and heads is not None and heads.divide(size)
+    shares = asked in _FLASH or ours == "varlen"
+    return packs and shares and heads is not None and heads.divide(size)
 
 
 def check_batch_kinds(values: Mapping[str, Any], facts: JobFacts) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,10 +26,16 @@ from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.engines.checkpoints import HostCheckpointMixin
 from verl_ext_sharding.engines.merged_weights import MergedExportMixin
 from verl_ext_sharding.engines.meta_init import MetaInitMixin
-from verl_ext_sharding.errors import ShardingError
+from verl_ext_sharding.errors import ConfigError, ShardingError
 from verl_ext_sharding.patch_points.logprobs import ENTROPY, LogitsPath, logits_path
 from verl_ext_sharding.patching import original
-from verl_ext_sharding.training import attention, checkpointing, lm_head, logprobs
+from verl_ext_sharding.training import (
+    attention,
+    checkpointing,
+    lm_head,
+    logprobs,
+    sequence_parallel,
+)
 from verl_ext_sharding.training.offload import ActivationOffload
 from verl_ext_sharding.training.optimizer_offload import OptimizerStateOffload
 from verl_ext_sharding.training.policy_config import parse_policy
@@ -47,6 +54,8 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
     engine_config: Any
     module: torch.nn.Module
     rank: int
+    use_ulysses_sp: bool
+    ulysses_parallel_group: Any
     compute_entropy_from_logits: Callable[..., torch.Tensor]
 
     spread_class: ClassVar[type | None] = None
@@ -65,6 +74,7 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
         self.measures = _measures(self.model_config, self.engine_config)
         self.applied: dict[str, str] = {}
         """What was done for the role, in words, by measure."""
+        self._exchanges_heads = False
         self._fused = False
         self._warned = False
         self._choose_entropy()
@@ -77,9 +87,9 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
     # Building
 
     def _build_module(self) -> torch.nn.Module:
-        if self.measures.attention is not None:
-            choice = self._attention(self.measures.attention)
+        if (choice := self._attention()) is not None:
             attention.set_attention(self.model_config.hf_config, choice)
+            self._exchanges_heads = self.use_ulysses_sp and choice.name in attention.EXCHANGING
             self.applied["attention"] = f"{choice.name} ({choice.reason})"
         if self.measures.logits is not None:
             self._set_fused(False)  # verl's own patch of the model looks at it while the model is built
@@ -98,7 +108,7 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
         """Checkpointing and activation offload, of a model that is not sharded yet."""
         policy = parse_policy(self.measures.checkpointing, role=self.role)
         if policy is not None:
-            policy.apply(module, device_type=self._layers_device_type())
+            policy.apply(module, device_type=self._layers_device_type(), obstacle=self._compile_obstacle())
         if self._offloads_activations():
             ActivationOffload().apply(module, device_type=get_platform().device_name)
         self._note_checkpointing(module)
@@ -139,18 +149,50 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
 
     # Attention
 
-    def _attention(self, requested: str) -> attention.AttentionChoice:
-        return attention.resolve_attention(
-            requested,
-            use_remove_padding=bool(self.model_config.use_remove_padding),
-            device_capability=_capability(),
-            flash_attn_importable=attention.flash_attn_importable(),
-            torch_version=torch.__version__,
-            model_supports=attention.model_support(self.model_config.hf_config),
-            dtype=self._compute_dtype(),
-            ulysses_size=int(self.engine_config.ulysses_sequence_parallel_size),
-            role=self.role,
-        )
+    def _attention(self) -> attention.AttentionChoice | None:
+        """What was asked for; for layers that may be compiled, verl's flash-attn in a form that can be; else None."""
+        requested = self.measures.attention
+        if requested is None and (self.measures.checkpointing is None or not self._runs_stock_flash()):
+            return None
+        try:
+            choice = attention.resolve_attention(
+                requested or attention.STOCK,
+                use_remove_padding=bool(self.model_config.use_remove_padding),
+                device_capability=_capability(),
+                flash_attn_importable=attention.flash_attn_importable(),
+                torch_version=torch.__version__,
+                model_supports=attention.model_support(self.model_config.hf_config),
+                dtype=self._compute_dtype(),
+                ulysses_size=int(self.engine_config.ulysses_sequence_parallel_size),
+                role=self.role,
+            )
+        except ConfigError:
+            if requested is not None:
+                raise
+            return None  # nobody asked: verl runs what it runs
+        if requested is not None:
+            return choice
+        reason = choice.reason.replace("as asked for", "verl's own choice")
+        return replace(choice, reason=reason) if choice.name != attention.STOCK else None
+
+    def _runs_stock_flash(self) -> bool:
+        """Whether verl's own choice stands and is what it says: transformers takes one from the hub without flash-attn."""
+        name = self.model_config.hf_config._attn_implementation
+        return name == attention.STOCK and _capability() is not None and attention.flash_attn_importable()
+
+    def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As verl's; with Ulysses, says where the sequences of the row start of which this rank gets a slice."""
+        inputs, more = super().prepare_model_inputs(micro_batch=micro_batch)  # type: ignore[misc]
+        if self._exchanges_heads:
+            sequence_parallel.announce(
+                sequence_parallel.Row.gather(inputs["position_ids"], self.ulysses_parallel_group)
+            )
+        return inputs, more
+
+    def _compile_obstacle(self) -> str | None:
+        """What keeps the layers of this role from being compiled whole."""
+        flash = "flash" in str(self.model_config.hf_config._attn_implementation)
+        return "transformers' flash attention breaks the compiler's trace in each layer" if flash else None
 
     def _compute_dtype(self) -> torch.dtype:
         precision = self.engine_config.mixed_precision or {}
@@ -196,7 +238,7 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
 
     def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool) -> Any:
         """As verl's, with log-probs and entropy computed the way that the role asks for."""
-        with logits_path(self._logits_path(micro_batch)):
+        with logits_path(self._logits_path(micro_batch)), sequence_parallel.forward_pass():
             return super().forward_step(  # type: ignore[misc]
                 micro_batch, loss_function=loss_function, forward_only=forward_only
             )

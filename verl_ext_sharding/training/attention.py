@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from verl_ext_sharding.errors import ConfigError, did_you_mean
-from verl_ext_sharding.training import packed_sdpa, packing, varlen
+from verl_ext_sharding.training import packed_flash, packed_sdpa, packing, sequence_parallel, varlen
 from verl_ext_sharding.training.attention_support import IMPLEMENTATIONS, ModelSupport, model_support
 from verl_ext_sharding.versions import in_range
 
@@ -35,8 +35,13 @@ logger = logging.getLogger(__name__)
 REQUESTS = ("auto", *IMPLEMENTATIONS)
 """What a user may write."""
 
+EXCHANGING = (varlen.NAME, packed_sdpa.NAME, packed_flash.NAME)
+"""Implementations, as transformers knows them, whose masks say with which ranks to exchange heads (`sequence_parallel`)."""
+
+STOCK = "flash_attention_2"
+"""verl's own choice; as transformers runs it, it breaks the compiler's trace in each layer (see `packed_flash`)."""
+
 _AMPERE = (8, 0)
-_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -44,7 +49,7 @@ class AttentionChoice:
     """The attention of a model.
 
     Args:
-        name: Implementation as transformers knows it: one of `REQUESTS` but "auto", or "sdpa_packed".
+        name: Implementation as transformers knows it: one of `REQUESTS` but "auto", "sdpa_packed" or "fa2_packed".
         reason: Why this one, and why not those before it, in one line for the log.
     """
 
@@ -74,7 +79,7 @@ def resolve_attention(
         torch_version: Such as "2.11.0+cu130".
         model_supports: See `model_support`.
         dtype: Type that the forward pass computes in (verl's `mixed_precision.param_dtype`, bfloat16 by default).
-        ulysses_size: Ulysses sequence parallel size; above 1 only flash-attn exchanges heads between ranks.
+        ulysses_size: Ulysses sequence parallel size; above 1 verl exchanges heads around flash-attn, and all but "eager" do here.
         role: Role in messages.
 
     Raises:
@@ -119,6 +124,9 @@ def resolve_attention(
 
 
 def _choice(name: str, reason: str, use_remove_padding: bool, model_supports: ModelSupport) -> AttentionChoice:
+    if name == STOCK and _takes_boundaries(model_supports, use_remove_padding):
+        told = "told once in a forward pass where sequences start"
+        return AttentionChoice(name=packed_flash.NAME, reason=f"{reason}; {told}")
     if name != "sdpa" or not use_remove_padding:
         return AttentionChoice(name=name, reason=reason)
     if why := model_supports.obstacle(packed_sdpa.NAME, packed=True):
@@ -126,6 +134,12 @@ def _choice(name: str, reason: str, use_remove_padding: bool, model_supports: Mo
             name=name, reason=f"{reason}; packed sequences kept apart by transformers' own square mask: {why}"
         )
     return AttentionChoice(name=packed_sdpa.NAME, reason=f"{reason}; packed sequences kept apart in groups")
+
+
+def _takes_boundaries(model_supports: ModelSupport, packed: bool) -> bool:
+    """Whether masks that are boundaries reach a model's attention, and keep apart what is packed."""
+    reach = model_supports.obstacle(packed_sdpa.NAME, packed=packed) is None
+    return reach and not (packed and "sdpa" in model_supports.why_not_packed)
 
 
 def _remedy(
@@ -163,14 +177,32 @@ def _obstacle(
         (name == "varlen" and not in_range(torch_version, ">=2.10"), f"torch {torch_version} is older than 2.10"),
         (fused and device_capability is None, "it needs a CUDA device"),
         (fused and device_capability is not None and device_capability < _AMPERE, _too_old(device_capability)),
-        (fused and dtype not in _HALF, f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"),
         (
-            name != "flash_attention_2" and ulysses_size > 1,
-            f"ulysses_sequence_parallel_size={ulysses_size} exchanges heads in flash_attention_2 only",
+            fused and dtype not in varlen.HALF,
+            f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}",
         ),
         (model is not None, str(model)),
     )
-    return next((why for blocked, why in checks if blocked), None)
+    found = next((why for blocked, why in checks if blocked), None)
+    if found is not None or ulysses_size == 1:
+        return found
+    return _ulysses_obstacle(name, use_remove_padding, torch_version, model_supports)
+
+
+def _ulysses_obstacle(
+    name: str, use_remove_padding: bool, torch_version: str, model_supports: ModelSupport
+) -> str | None:
+    """Why an implementation would attend to one rank's slice of a row alone, or None."""
+    if name == "flash_attention_2":
+        return None  # verl's own exchange
+    if name == "eager":
+        return "with ulysses_sequence_parallel_size above 1 it would see the tokens of one rank alone"
+    if not use_remove_padding:
+        return "with ulysses_sequence_parallel_size above 1 rows must be packed"
+    if not in_range(torch_version, f">={sequence_parallel.MIN_TORCH}"):
+        return f"torch {torch_version} has no exchange with a gradient for ulysses_sequence_parallel_size above 1"
+    why = model_supports.obstacle(packed_sdpa.NAME, packed=True) if name == "sdpa" else None
+    return f"with ulysses_sequence_parallel_size above 1 rows go in groups of sequences: {why}" if why else None
 
 
 def _too_old(capability: tuple[int, int] | None) -> str:
@@ -190,9 +222,11 @@ def flash_attn_importable() -> bool:
 
 
 def register() -> None:
-    """Makes `varlen` and `sdpa_packed` known to transformers in this process. Idempotent."""
+    """Makes `varlen`, `sdpa_packed` and `fa2_packed` known to transformers in this process. Idempotent."""
     AttentionInterface.register(varlen.NAME, varlen.varlen_attention)
     AttentionMaskInterface.register(varlen.NAME, packing.packed_mask)
+    AttentionInterface.register(packed_flash.NAME, packed_flash.packed_flash_attention)
+    AttentionMaskInterface.register(packed_flash.NAME, packing.packed_mask)
     AttentionInterface.register(packed_sdpa.NAME, packed_sdpa.packed_sdpa_attention)
     AttentionMaskInterface.register(packed_sdpa.NAME, packing.grouped_mask)
 
@@ -208,5 +242,7 @@ def set_attention(hf_config: PretrainedConfig, choice: AttentionChoice) -> None:
         choice: From `resolve_attention`.
     """
     register()
+    if choice.name == packed_flash.NAME:
+        packed_flash.prepare()
     hf_config._attn_implementation = choice.name
     logger.info("attention of %s: %s (%s)", hf_config.model_type, choice.name, choice.reason)

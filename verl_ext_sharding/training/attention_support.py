@@ -101,6 +101,11 @@ def model_support(
     return reasons.support()
 
 
+def runs_flash_whatever_is_set(hf_config: PretrainedConfig) -> bool:
+    """Whether verl calls flash-attn in the layers of a model whatever its attention is, when sequences are packed."""
+    return hf_config.model_type in _VERL_RUNS_FLASH
+
+
 def _model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The class that verl loads: it asks for a model of images and text first, whatever `architectures` says."""
     mappings = (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
@@ -170,7 +175,7 @@ def _read_packing(
     layers = sources[-1]
     if model_type not in _VERL_KEEPS_APART and (reason := _mixing(text, classes, layers)):
         reasons.refuse_packed(IMPLEMENTATIONS, f"{model_type} {reason}, whichever attention runs")
-    if model_type in _VERL_RUNS_FLASH:
+    if runs_flash_whatever_is_set(hf_config):
         reason = f"verl calls flash-attn in the layers of {model_type}, whatever is set, when sequences are packed"
         reasons.refuse_packed((varlen.NAME, "sdpa", "eager"), reason)
     if (layer := layers.layer_that_reads_the_mask()) is not None:

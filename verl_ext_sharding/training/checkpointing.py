@@ -83,7 +83,12 @@ class Policy(abc.ABC):
     name: ClassVar[str]
 
     def apply(
-        self, model: nn.Module, *, layers: Sequence[nn.Module] | None = None, device_type: str | None = None
+        self,
+        model: nn.Module,
+        *,
+        layers: Sequence[nn.Module] | None = None,
+        device_type: str | None = None,
+        obstacle: str | None = None,
     ) -> Applied:
         """Makes the layers of a model keep what the policy says. Replaces an earlier policy; twice is once.
 
@@ -91,6 +96,7 @@ class Policy(abc.ABC):
             model: The model, before or after LoRA and FSDP wrapping.
             layers: The layers to act on, in forward order; default: found, see `layers.decoder_layers`.
             device_type: What the layers will run on; default: the accelerator if there is one, else the CPU.
+            obstacle: What the caller knows to keep the layers from being compiled, in words.
 
         Raises:
             ConfigError: The model has no layers that can be found.
@@ -100,7 +106,7 @@ class Policy(abc.ABC):
         if current is not None and current.applied.policy == self and current.recompute.layers == found:
             return current.applied
         remove(model)
-        recompute, effect, reason = self._plan(found, compute_device_type(found, device_type))
+        recompute, effect, reason = self._plan(found, compute_device_type(found, device_type), obstacle)
         applied = Applied(policy=self, effect=effect, num_layers=len(found), reason=reason)
         application = _Application(applied, recompute, _switch_off_transformers(model))
         for index, layer in enumerate(found):
@@ -114,7 +120,9 @@ class Policy(abc.ABC):
         remove(model)
 
     @abc.abstractmethod
-    def _plan(self, layers: list[nn.Module], device_type: str) -> tuple[Recompute, str, str | None]:
+    def _plan(
+        self, layers: list[nn.Module], device_type: str, obstacle: str | None
+    ) -> tuple[Recompute, str, str | None]:
         """What to run, what that is in words, and why if it is not what was asked for."""
 
 
@@ -124,7 +132,9 @@ class Off(Policy):
 
     name: ClassVar[str] = "off"
 
-    def _plan(self, layers: list[nn.Module], device_type: str) -> tuple[Recompute, str, str | None]:
+    def _plan(
+        self, layers: list[nn.Module], device_type: str, obstacle: str | None
+    ) -> tuple[Recompute, str, str | None]:
         return Recompute(layers, [Variant()] * len(layers)), "all activations are kept", None
 
 
@@ -134,7 +144,9 @@ class Full(Policy):
 
     name: ClassVar[str] = "full"
 
-    def _plan(self, layers: list[nn.Module], device_type: str) -> tuple[Recompute, str, str | None]:
+    def _plan(
+        self, layers: list[nn.Module], device_type: str, obstacle: str | None
+    ) -> tuple[Recompute, str, str | None]:
         return Recompute(layers, [Checkpointed()] * len(layers)), "only the inputs of layers are kept", None
 
 
@@ -152,7 +164,9 @@ class EveryN(Policy):
     def __post_init__(self) -> None:
         assert self.every >= 1, f"every={self.every}"
 
-    def _plan(self, layers: list[nn.Module], device_type: str) -> tuple[Recompute, str, str | None]:
+    def _plan(
+        self, layers: list[nn.Module], device_type: str, obstacle: str | None
+    ) -> tuple[Recompute, str, str | None]:
         variants = [Variant() if index % self.every else Checkpointed() for index in range(len(layers))]
         count = -(-len(layers) // self.every)
         return Recompute(layers, variants), f"only the inputs of {count} layers are kept, and all of the others", None
@@ -174,7 +188,9 @@ class Selective(Policy):
         assert self.keep, "nothing to keep is the policy `full`"
         assert set(self.keep) <= set(KEEPABLE), f"keep={self.keep}"
 
-    def _plan(self, layers: list[nn.Module], device_type: str) -> tuple[Recompute, str, str | None]:
+    def _plan(
+        self, layers: list[nn.Module], device_type: str, obstacle: str | None
+    ) -> tuple[Recompute, str, str | None]:
         effect = f"outputs of {' and '.join(self.keep)} and the inputs of layers are kept"
         return Recompute(layers, [Checkpointed(self.keep)] * len(layers)), effect, None
 
@@ -203,11 +219,13 @@ class Budget(Policy):
         assert 0.0 <= (self.share or 0.0) <= 1.0, f"share={self.share}"
         assert self.kept_bytes is None or self.kept_bytes > 0, f"kept_bytes={self.kept_bytes}"
 
-    def _plan(self, layers: list[nn.Module], device_type: str) -> tuple[Recompute, str, str | None]:
+    def _plan(
+        self, layers: list[nn.Module], device_type: str, obstacle: str | None
+    ) -> tuple[Recompute, str, str | None]:
         bound = f"{self.share:.0%}" if self.share is not None else f"{self.kept_bytes / 2**30:.3g} GiB"  # type: ignore[operator]
         ladder: list[Variant] = [Variant(), Checkpointed(("attention",)), Checkpointed()]
         eager = BudgetedRecompute(layers, ladder, kept_bytes=self.kept_bytes, share=self.share)
-        obstacle = self._obstacle(layers, device_type)
+        obstacle = self._obstacle(layers, device_type, obstacle)
         if obstacle is not None:
             return eager, f"as many layers are checkpointed as keep activations under {bound}", obstacle
         if self.share is not None:
@@ -217,12 +235,12 @@ class Budget(Policy):
             plan = BudgetedRecompute(layers, variants, kept_bytes=self.kept_bytes)
         return CompiledRecompute(plan, variants, eager), f"layers are compiled to keep {bound} of activations", None
 
-    def _obstacle(self, layers: list[nn.Module], device_type: str) -> str | None:
+    def _obstacle(self, layers: list[nn.Module], device_type: str, obstacle: str | None) -> str | None:
         if self.compile is False:
             return "compile: false"
         if self.compile is None and device_type == "cpu":
             return "on the CPU layers are compiled only with compile: true"
-        return compile_obstacle(device_type) or liger_obstacle(layers)
+        return compile_obstacle(device_type) or liger_obstacle(layers) or obstacle
 
 
 @dataclass(frozen=True)
@@ -231,9 +249,11 @@ class Auto(Policy):
 
     name: ClassVar[str] = "auto"
 
-    def _plan(self, layers: list[nn.Module], device_type: str) -> tuple[Recompute, str, str | None]:
-        obstacle = Budget(share=AUTO_SHARE)._obstacle(layers, device_type)
-        full, effect, _ = Full()._plan(layers, device_type)
+    def _plan(
+        self, layers: list[nn.Module], device_type: str, obstacle: str | None
+    ) -> tuple[Recompute, str, str | None]:
+        full, effect, _ = Full()._plan(layers, device_type, obstacle)
+        obstacle = Budget(share=AUTO_SHARE)._obstacle(layers, device_type, obstacle)
         if obstacle is not None:
             return full, effect, obstacle
         plan, variants = _compiled_share(layers, AUTO_SHARE)

@@ -79,6 +79,8 @@ def _grouped_attention(
     scaling: float | None,
 ) -> torch.Tensor:
     """One call for each group. Not compiled: the groups differ in each batch and would be compiled anew."""
+    if mask.exchange is not None:
+        query, key, value = mask.exchange.to_heads(query, key, value)
     mask = mask.on(query.device)
     window = min((size for size in (mask.window, window) if size is not None), default=None)
     batch_size, num_heads, num_tokens, _ = query.shape
@@ -89,8 +91,8 @@ def _grouped_attention(
         attended = _attend(grouped[0], grouped[1], grouped[2], group, window=window, dropout=dropout, scaling=scaling)
         attended = attended.transpose(1, 2).flatten(0, 1)
         outputs.append(attended if group.valid is None else attended.index_select(0, group.valid))
-    output = torch.cat(outputs).index_select(0, mask.restore)
-    return output.view(batch_size, num_tokens, num_heads, -1)
+    output = torch.cat(outputs).index_select(0, mask.restore).view(batch_size, num_tokens, num_heads, -1)
+    return output if mask.exchange is None else mask.exchange.to_tokens(output)
 
 
 def _attend(

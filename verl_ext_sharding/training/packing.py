@@ -18,6 +18,7 @@ import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.training.sequence_parallel import HeadExchange, Row, current_row
 
 MaskFunction = Callable[..., torch.Tensor]
 
@@ -34,15 +35,16 @@ _COMPUTES = {
         " (torch 2.10 or later)"
     ),
     "sdpa": "plain softmax attention",
+    "flash_attention_2": "causal attention within packed sequences in float16 or bfloat16 on CUDA, without sinks",
 }
-_INSTEAD = {"varlen": "sdpa", "sdpa": "eager (or flash_attention_2)"}
+_INSTEAD = {"varlen": "sdpa", "sdpa": "eager (or flash_attention_2)", "flash_attention_2": "sdpa (or eager)"}
 
 
 def unsupported(implementation: str, found: str) -> ConfigError:
     """The error of a forward pass that asks an implementation for more than it computes.
 
     Args:
-        implementation: As in `sharding.roles.<role>.attn_implementation`: "varlen" or "sdpa".
+        implementation: As in `sharding.roles.<role>.attn_implementation`: "flash_attention_2", "varlen" or "sdpa".
         found: What it was asked for.
     """
     return ConfigError(
@@ -62,12 +64,14 @@ class PackedMask(NamedTuple):
         max_length: Tokens of the longest sequence, on the host.
         window: Tokens that a token sees, itself included, or None for all before it.
         places: Where the non-padding tokens are in the flattened batch, `(tokens,)`, int64, or None when there is no padding.
+        exchange: The ranks that have the other tokens of the row, or None when all are here; boundaries are of the whole row.
     """
 
     cu_seqlens: torch.Tensor
     max_length: int
     window: int | None
     places: torch.Tensor | None
+    exchange: HeadExchange | None = None
 
 
 class SequenceGroup(NamedTuple):
@@ -98,14 +102,22 @@ class GroupedMask:
         groups: The groups; together they hold each token once.
         restore: For each token of the flattened batch its place in the groups' outputs laid end to end, int64.
         window: Tokens that a token sees, itself included, or None for all before it.
+        exchange: The ranks that have the other tokens of the row, or None; the groups are of the whole row.
     """
 
-    __slots__ = ("_copies", "groups", "restore", "window")
+    __slots__ = ("_copies", "exchange", "groups", "restore", "window")
 
-    def __init__(self, groups: tuple[SequenceGroup, ...], restore: torch.Tensor, window: int | None) -> None:
+    def __init__(
+        self,
+        groups: tuple[SequenceGroup, ...],
+        restore: torch.Tensor,
+        window: int | None,
+        exchange: HeadExchange | None = None,
+    ) -> None:
         self.groups = groups
         self.restore = restore
         self.window = window
+        self.exchange = exchange
         self._copies: dict[torch.device, GroupedMask] = {restore.device: self}
 
     def on(self, device: torch.device) -> GroupedMask:
@@ -116,22 +128,22 @@ class GroupedMask:
         """
         if device not in self._copies:
             groups = tuple(group.to(device) for group in self.groups)
-            self._copies[device] = GroupedMask(groups, self.restore.to(device), self.window)
+            self._copies[device] = GroupedMask(groups, self.restore.to(device), self.window, self.exchange)
         return self._copies[device]
 
 
 class _Segments(NamedTuple):
-    """Boundaries of a batch, and whether a token sees the one after it (then the mask isn't causal)."""
+    """Boundaries of a batch, and whether the mask is another than that of causal attention within them."""
 
     cu_seqlens: torch.Tensor
     places: torch.Tensor | None
-    sees_ahead: torch.Tensor
+    differs: torch.Tensor
 
 
 def _segments(
     mask_function: MaskFunction, attention_mask: torch.Tensor | None, shape: tuple[int, int], device: torch.device | str
 ) -> _Segments:
-    """Finds the boundaries in a batch of `shape` (rows, tokens), padding left out."""
+    """Finds the boundaries in a batch of `shape` (rows, tokens), padding left out; in the whole row where this is a slice."""
     num_rows, num_tokens = shape
     if attention_mask is None:
         kept, places = None, torch.arange(num_rows * num_tokens, device=device)
@@ -142,10 +154,19 @@ def _segments(
     head = torch.zeros_like(row[1:])
     same_row = row[1:] == row[:-1]
     sees_previous = same_row & mask_function(row[1:], head, column[1:], column[:-1])
-    sees_ahead = same_row & mask_function(row[1:], head, column[:-1], column[1:])
+    differs = (same_row & mask_function(row[1:], head, column[:-1], column[1:])).any()  # a token sees the one after it
+    num_kept = places.numel()
+    if (whole := current_row()) is not None:
+        continues = whole.continues()
+        differs = differs | (sees_previous != continues[whole.start : whole.start + num_tokens - 1]).any()
+        sees_previous, num_kept = continues, whole.position_ids.numel()
     starts = (~sees_previous).nonzero().squeeze(-1) + 1
-    cu_seqlens = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), places.numel())]).to(torch.int32)
-    return _Segments(cu_seqlens, kept, sees_ahead.any())
+    cu_seqlens = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), num_kept)]).to(torch.int32)
+    return _Segments(cu_seqlens, kept, differs)
+
+
+def _exchange(whole: Row | None) -> HeadExchange | None:
+    return None if whole is None else whole.exchange
 
 
 @torch.compiler.disable
@@ -186,10 +207,11 @@ def packed_mask(
         raise unsupported("varlen", "a mask of the model's own" if use_vmap else "a pass with a key/value cache")
     segments = _segments(mask_function, attention_mask, (batch_size, q_length), device)
     longest = segments.cu_seqlens.diff().max()
-    max_length, sees_ahead = torch.stack([longest, segments.sees_ahead.to(longest.dtype)]).tolist()
-    if sees_ahead:
-        raise unsupported("varlen", "a mask in which a token sees later ones")
-    return PackedMask(segments.cu_seqlens, max_length, local_size, segments.places)
+    max_length, differs = torch.stack([longest, segments.differs.to(longest.dtype)]).tolist()
+    if differs:
+        raise unsupported("varlen", "a mask in which a token sees later ones, or others than its sequence has")
+    exchange = _exchange(current_row())
+    return PackedMask(segments.cu_seqlens, max_length, local_size, segments.places, exchange)
 
 
 @torch.compiler.disable
@@ -226,9 +248,12 @@ def grouped_mask(
     """
     if attention_mask is None and not use_vmap and q_length == kv_length and not q_offset and not kv_offset:
         segments = _segments(mask_function, None, (batch_size, q_length), device)
-        sees_ahead, *bounds = torch.cat([segments.sees_ahead.view(1).int(), segments.cu_seqlens]).tolist()
-        if not sees_ahead and len(bounds) - 1 > batch_size:
-            return group_sequences(bounds, window=local_size, device=device)
+        differs, *bounds = torch.cat([segments.differs.view(1).int(), segments.cu_seqlens]).tolist()
+        exchange = _exchange(current_row())
+        if not differs and (exchange is not None or len(bounds) - 1 > batch_size):
+            return group_sequences(bounds, window=local_size, device=device, exchange=exchange)
+    if current_row() is not None:
+        raise unsupported("sdpa", "a mask of the model's own, with sequence parallelism")
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -244,13 +269,16 @@ def grouped_mask(
     )
 
 
-def group_sequences(bounds: Sequence[int], *, window: int | None, device: torch.device | str) -> GroupedMask:
+def group_sequences(
+    bounds: Sequence[int], *, window: int | None, device: torch.device | str, exchange: HeadExchange | None = None
+) -> GroupedMask:
     """Puts sequences of like length together, longest first.
 
     Args:
         bounds: Start of each sequence in the flattened batch, and the total.
         window: Tokens that a token sees, itself included, or None.
         device: Device of the indices.
+        exchange: See `GroupedMask`.
     """
     spans = sorted(itertools.pairwise(bounds), key=lambda span: (span[0] - span[1], span[0]))
     members: list[list[tuple[int, int]]] = []
@@ -267,7 +295,7 @@ def group_sequences(bounds: Sequence[int], *, window: int | None, device: torch.
     order = torch.cat(tokens)
     restore = torch.empty_like(order)
     restore[order] = torch.arange(order.numel(), device=order.device)
-    return GroupedMask(groups, restore, window)
+    return GroupedMask(groups, restore, window, exchange)
 
 
 def _group(spans: Sequence[tuple[int, int]], device: torch.device | str) -> SequenceGroup:

@@ -7,8 +7,7 @@ scale nor window; 2.11 has `scale` and `window_size`, where `(-1, 0)` means caus
 are; 2.13 wants `enable_gqa` for them. `VarlenKernel` reads the signature once and hides the difference.
 
 With Ulysses sequence parallelism verl swaps transformers' `_flash_attention_forward` for one that exchanges heads and tokens
-between ranks. Nothing else is swapped: under any other implementation each rank would attend to its own slice only, and no
-error would say so. `attention.resolve_attention` therefore refuses it.
+between ranks, and nothing else: here `sequence_parallel` does.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -29,7 +28,25 @@ NAME = "varlen"
 MAX_HEAD_DIM = 256
 """Widest head that the kernel takes."""
 
+HALF = frozenset({torch.float16, torch.bfloat16})
+"""Types that such kernels compute in."""
+
 _HEAD_DIM_MULTIPLE = 8
+
+
+class Kernel(Protocol):
+    """A kernel for packed sequences, called as `VarlenKernel` is, with options of its own."""
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """Types that it computes in."""
+
+    @property
+    def device_type(self) -> str:
+        """Device that it runs on."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See `VarlenKernel.__call__`."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -52,7 +69,7 @@ class VarlenKernel:
     has_window: bool
     has_scale: bool
     has_gqa: bool
-    dtypes: frozenset[torch.dtype] = frozenset({torch.float16, torch.bfloat16})
+    dtypes: frozenset[torch.dtype] = HALF
     device_type: str = "cuda"
 
     @classmethod
@@ -159,7 +176,8 @@ def varlen_attention(
         is_causal: Must not be False.
         softcap: Must be None: the kernel has none.
         s_aux: Attention sinks; must be None.
-        cu_seq_lens_q: Boundaries known to the caller, `(sequences + 1,)`, int32; they take the place of the mask's.
+        cu_seq_lens_q: Boundaries known to the caller, `(sequences + 1,)`, int32; they take the place of the mask's, but for a
+            row that lies on several ranks.
         max_length_q: Longest sequence for `cu_seq_lens_q`.
         kernel: The kernel to run.
 
@@ -176,25 +194,64 @@ def varlen_attention(
     for what, present in refused.items():
         if present:
             raise unsupported(NAME, what)
-    if cu_seq_lens_q is not None and max_length_q is not None:
+    on_ranks = isinstance(attention_mask, PackedMask) and attention_mask.exchange is not None
+    if cu_seq_lens_q is not None and max_length_q is not None and not on_ranks:
         mask = PackedMask(cu_seq_lens_q.to(torch.int32), int(max_length_q), None, None)
     elif isinstance(attention_mask, PackedMask):
         mask = attention_mask
     else:
         raise unsupported(NAME, "a model that brings its own mask, or none")
+    output = attend_packed(
+        module, query, key, value, mask, kernel, scaling=scaling, sliding_window=sliding_window, name=NAME
+    )
+    return output, None
+
+
+def attend_packed(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: PackedMask,
+    kernel: Kernel,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    name: str,
+    **options: Any,
+) -> torch.Tensor:
+    """Brings the states of a layer to a kernel for packed sequences, and its output back.
+
+    Args:
+        module: See `varlen_attention`, as for all that follow.
+        query: See there.
+        key: See there.
+        value: See there.
+        mask: The boundaries; where the row lies on several ranks, of the whole row.
+        kernel: What attends.
+        scaling: See there.
+        sliding_window: See there.
+        name: Implementation, for errors.
+        **options: Passed on to the kernel.
+
+    Returns:
+        `(batch, tokens, heads, head_dim)`.
+    """
     windows = [window for window in (mask.window, sliding_window) if window is not None]
     mask = mask._replace(window=min(windows) if windows else None)
-
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    dtype = _compute_dtype(module, query, kernel)
+    dtype = _compute_dtype(module, query, kernel, name)
+    if mask.exchange is not None:
+        query, key, value = mask.exchange.to_heads(query, key, value)
     value_dim = value.shape[-1]
     width = -(-max(query.shape[-1], value_dim) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
     packed = [_pack(states, mask.places, width, dtype) for states in (query, key, value)]
-    output = kernel(packed[0], packed[1], packed[2], mask, scale=scale)[..., :value_dim]
+    output = kernel(packed[0], packed[1], packed[2], mask, scale=scale, **options)[..., :value_dim]
     batch_size, num_heads, num_tokens, _head_dim = query.shape
     if mask.places is not None:
         output = output.new_zeros(batch_size * num_tokens, num_heads, value_dim).index_copy(0, mask.places, output)
-    return output.reshape(batch_size, num_tokens, num_heads, value_dim), None
+    output = output.reshape(batch_size, num_tokens, num_heads, value_dim)
+    return output if mask.exchange is None else mask.exchange.to_tokens(output)
 
 
 def _pack(states: torch.Tensor, places: torch.Tensor | None, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -205,10 +262,10 @@ def _pack(states: torch.Tensor, places: torch.Tensor | None, width: int, dtype: 
     return F.pad(flat, (0, width - flat.shape[-1])) if flat.shape[-1] < width else flat
 
 
-def _compute_dtype(module: torch.nn.Module, query: torch.Tensor, kernel: VarlenKernel) -> torch.dtype:
+def _compute_dtype(module: torch.nn.Module, query: torch.Tensor, kernel: Kernel, name: str) -> torch.dtype:
     """Type to run the kernel in: the query's, autocast's, or that of the layer's weights (adapters may have widened the query)."""
     if query.device.type != kernel.device_type:
-        raise unsupported(NAME, f"tensors on {query.device.type}; the kernel runs on {kernel.device_type}")
+        raise unsupported(name, f"tensors on {query.device.type}; the kernel runs on {kernel.device_type}")
     if query.dtype in kernel.dtypes:
         return query.dtype
     if torch.is_autocast_enabled(query.device.type):
@@ -216,5 +273,5 @@ def _compute_dtype(module: torch.nn.Module, query: torch.Tensor, kernel: VarlenK
     else:
         dtype = next((p.dtype for p in module.parameters() if p.dtype in kernel.dtypes), query.dtype)
     if dtype not in kernel.dtypes:
-        raise unsupported(NAME, f"a forward pass in {str(dtype).removeprefix('torch.')}")
+        raise unsupported(name, f"a forward pass in {str(dtype).removeprefix('torch.')}")
     return dtype

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen2Config
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    modeling_flash_attention_utils,
+)
+
+from verl_ext_sharding.training import attention, packed_flash
 
 VOCABULARY = 97
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -96,3 +107,40 @@ def reference_kernel(
         scores = scores.masked_fill((distance > left) | (-distance > right), float("-inf"))
         outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(outputs).to(query.dtype)
+
+
+def flash_attn_of(attend):
+    """flash-attn's function for packed sequences, by its names, around a kernel with the signature of torch 2.13."""
+
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        deterministic=False,
+    ):
+        assert causal
+        assert not dropout_p
+        lengths = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+        return attend(q, k, v, *lengths, scale=softmax_scale, window_size=(window_size[0], 0), enable_gqa=True)
+
+    return flash_attn_varlen_func
+
+
+def install_flash_attn(monkeypatch, attend):
+    """Makes transformers find a stand-in for flash-attn, under its own implementation and under `fa2_packed`."""
+    functions = (None, flash_attn_of(attend), None, None, None)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", lambda *_, **__: functions)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
+    attention.register()
+    packed_flash.prepare()
+    stand_in = packed_flash.FlashKernel(dtypes=frozenset({torch.float32}), device_type="cpu")
+    AttentionInterface.register(packed_flash.NAME, partial(packed_flash.packed_flash_attention, kernel=stand_in))

@@ -9,11 +9,11 @@ from functools import cache, partial
 
 import torch
 import transformers
-from attention_cases import packed_inputs, padded_inputs, reference_kernel, sequences
+from attention_cases import install_flash_attn, packed_inputs, padded_inputs, reference_kernel, sequences
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
-from verl_ext_sharding.training import attention, packing, varlen
+from verl_ext_sharding.training import packing, varlen
 
 LENGTHS = (13, 1, 7, 9, 4)
 SHAPE = {
@@ -98,9 +98,9 @@ STAND_IN_KERNEL = varlen.VarlenKernel.of(reference_kernel, dtypes=frozenset({tor
 STAND_INS = {"flash_attention_2": "by_positions", "varlen": "varlen_stand_in"}
 
 
-def register():
+def register(monkeypatch):
     """Makes the implementations and their stand-ins known to transformers."""
-    attention.register()
+    install_flash_attn(monkeypatch, reference_kernel)
     AttentionInterface.register("by_positions", flash)
     AttentionMaskInterface.register("by_positions", flash_attention_mask)
     AttentionInterface.register("varlen_stand_in", partial(varlen.varlen_attention, kernel=STAND_IN_KERNEL))

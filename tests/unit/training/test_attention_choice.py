@@ -50,7 +50,20 @@ def resolve(requested, **changes):
 
 
 def test_auto_takes_flash_attn_where_it_imports():
-    assert resolve("auto").name == "flash_attention_2"
+    choice = resolve("auto")
+    assert choice.name == "fa2_packed"
+    assert choice.reason.startswith("flash-attn is installed")
+
+
+@pytest.mark.parametrize(
+    "support",
+    [
+        ModelSupport(why_not={"sdpa_packed": "it is for text models"}),
+        ModelSupport(why_not_packed={"sdpa": "no positions"}),
+    ],
+)
+def test_flash_attn_of_a_model_whose_masks_say_nothing_of_packing_is_transformers_own(support):
+    assert resolve("flash_attention_2", model_supports=support).name == "flash_attention_2"
 
 
 def test_auto_takes_torchs_kernel_where_flash_attn_is_missing_and_says_so():
@@ -87,7 +100,10 @@ def test_sdpa_of_a_model_that_groups_cannot_serve_is_transformers_own():
 
 @pytest.mark.parametrize("requested", ["flash_attention_2", "varlen", "sdpa", "eager"])
 def test_what_was_asked_for_and_can_run_is_taken(requested):
-    assert resolve(requested).name in (requested, requested + "_packed")
+    assert resolve(requested).name in (
+        requested,
+        {"sdpa": "sdpa_packed", "flash_attention_2": "fa2_packed"}.get(requested),
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,8 +114,14 @@ def test_what_was_asked_for_and_can_run_is_taken(requested):
         ("varlen", {"dtype": torch.float32}, "not float32", "=sdpa"),
         ("flash_attention_2", {"flash_attn_importable": False}, "can't be imported", "=varlen"),
         ("varlen", {"torch_version": "2.8.0"}, "torch 2.8.0 is older than 2.10", "=flash_attention_2"),
-        ("varlen", {"ulysses_size": 2}, "ulysses_sequence_parallel_size=2", "=flash_attention_2"),
-        ("sdpa", {"ulysses_size": 2}, "ulysses_sequence_parallel_size=2", "=flash_attention_2"),
+        ("eager", {"ulysses_size": 2}, "the tokens of one rank alone", "=flash_attention_2"),
+        ("varlen", {"ulysses_size": 2, "use_remove_padding": False}, "rows must be packed", "=flash_attention_2"),
+        (
+            "sdpa",
+            {"ulysses_size": 2, "model_supports": ModelSupport(why_not={"sdpa_packed": "it is for text models"})},
+            "in groups of sequences: it is for text models",
+            "=flash_attention_2",
+        ),
         ("sdpa", {"model_supports": ModelSupport(why_not_packed={"sdpa": "they mix"})}, "they mix", "=flash"),
         ("flash", {}, "flash", "attn_implementation="),
     ],
@@ -125,7 +147,7 @@ def test_auto_without_anything_that_keeps_samples_apart_is_an_error_that_ends_in
 
 
 def test_flash_attn_is_no_remedy_for_a_model_that_cannot_run_it():
-    support = ModelSupport(why_not={"flash_attention_2": "the hub's in its place"})
+    support = ModelSupport(why_not=dict.fromkeys(("flash_attention_2", "varlen", "sdpa"), "the hub's in its place"))
     with pytest.raises(ConfigError) as caught:
         resolve("auto", model_supports=support, ulysses_size=2, flash_attn_importable=False)
     assert caught.value.remedy == "set ulysses_sequence_parallel_size=1 for this role"
@@ -133,12 +155,12 @@ def test_flash_attn_is_no_remedy_for_a_model_that_cannot_run_it():
 
 def test_what_only_packed_sequences_rule_out_is_taken_without_remove_padding():
     support = ModelSupport(why_not_packed=dict.fromkeys(attention.REQUESTS, "they mix"))
-    assert resolve("auto", model_supports=support, use_remove_padding=False).name == "flash_attention_2"
+    assert resolve("auto", model_supports=support, use_remove_padding=False).name == "fa2_packed"
 
 
-def test_auto_with_ulysses_and_no_flash_attn_is_an_error():
-    with pytest.raises(ConfigError, match="install flash-attn"):
-        resolve("auto", ulysses_size=2, flash_attn_importable=False)
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "varlen"), (torch.float32, "sdpa_packed")])
+def test_auto_with_ulysses_and_no_flash_attn_takes_what_exchanges_heads(dtype, name):
+    assert resolve("auto", ulysses_size=2, flash_attn_importable=False, dtype=dtype).name == name
 
 
 @pytest.mark.parametrize(
