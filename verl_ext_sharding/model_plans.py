@@ -122,25 +122,14 @@ def _resolve(
 
 
 def _check_slices(config: DictConfig, use: AttentionUse) -> None:
-    """Refuses verl's own key for an attention that would see one rank's slice of a row.
+    """Refuses verl's own key for an attention that would see one rank's slice of a row; the model is read only then."""
+    from verl_ext_sharding.training.attention import check_whole_rows, is_transformers_flash
 
-    With Ulysses verl exchanges heads inside of transformers' flash attention alone, and says nothing under any other.
-    """
-    from verl_ext_sharding.training.attention_support import runs_flash_whatever_is_set
-
-    if use.measured or use.ulysses_size == 1 or "flash" in use.requested:
+    if use.measured or use.ulysses_size == 1 or is_transformers_flash(use.requested):
         return
     hf_config = hf_config_of(config, use.role)
-    if hf_config is None or runs_flash_whatever_is_set(hf_config):
-        return
-    raise ConfigError(
-        f"{MODEL_BLOCK[use.role]}.override_config.attn_implementation={use.requested}",
-        expected=f"an attention that sees the whole row, of which ulysses_sequence_parallel_size={use.ulysses_size}"
-        " gives each rank a slice",
-        found=f"{use.requested} by verl's key, for which verl exchanges nothing between the ranks of {use.role}",
-        consequence="the run stops before any model loads; it would train on slices and not say so",
-        remedy=f"sharding.roles.{use.role}.attn_implementation=auto, or ulysses_sequence_parallel_size=1",
-    )
+    if hf_config is not None:
+        check_whole_rows(use.requested, hf_config, ulysses_size=use.ulysses_size, role=use.role)
 
 
 def _check_fused(config: DictConfig, role: str) -> None:

@@ -124,7 +124,7 @@ def test_ulysses_with_an_attention_that_can_not_exchange_heads_is_refused(planne
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_ulysses_with_an_attention_of_verls_key_that_sees_one_slice_is_refused_with_what_to_type(name, planned):
     asked = (ULYSSES, f"+actor_rollout_ref.model.override_config.attn_implementation={name}")
-    with pytest.raises(ConfigError, match="train on slices") as caught:
+    with pytest.raises(ConfigError, match="trains on slices") as caught:
         planned(*asked)
     planned(*asked, caught.value.remedy.partition(",")[0])
 

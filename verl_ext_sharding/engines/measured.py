@@ -91,6 +91,12 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
             attention.set_attention(self.model_config.hf_config, choice)
             self._exchanges_heads = self.use_ulysses_sp and choice.name in attention.EXCHANGING
             self.applied["attention"] = f"{choice.name} ({choice.reason})"
+        attention.check_whole_rows(
+            str(self.model_config.hf_config._attn_implementation),
+            self.model_config.hf_config,
+            ulysses_size=int(self.engine_config.ulysses_sequence_parallel_size),
+            role=self.role,
+        )
         if self.measures.logits is not None:
             self._set_fused(False)  # verl's own patch of the model looks at it while the model is built
         module: torch.nn.Module = super()._build_module()
@@ -191,7 +197,7 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
 
     def _compile_obstacle(self) -> str | None:
         """What keeps the layers of this role from being compiled whole."""
-        flash = "flash" in str(self.model_config.hf_config._attn_implementation)
+        flash = attention.is_transformers_flash(str(self.model_config.hf_config._attn_implementation))
         return "transformers' flash attention breaks the compiler's trace in each layer" if flash else None
 
     def _compute_dtype(self) -> torch.dtype:

@@ -16,13 +16,20 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from verl_ext_sharding.errors import ConfigError, did_you_mean
 from verl_ext_sharding.training import packed_flash, packed_sdpa, packing, sequence_parallel, varlen
-from verl_ext_sharding.training.attention_support import IMPLEMENTATIONS, ModelSupport, model_support
+from verl_ext_sharding.training.attention_support import (
+    IMPLEMENTATIONS,
+    ModelSupport,
+    model_support,
+    runs_flash_whatever_is_set,
+)
 from verl_ext_sharding.versions import in_range
 
 __all__ = [
     "REQUESTS",
     "AttentionChoice",
     "ModelSupport",
+    "check_whole_rows",
+    "is_transformers_flash",
     "flash_attn_importable",
     "model_support",
     "register",
@@ -207,6 +214,34 @@ def _ulysses_obstacle(
 
 def _too_old(capability: tuple[int, int] | None) -> str:
     return f"compute capability {capability[0]}.{capability[1]} is before Ampere's 8.0" if capability else ""
+
+
+def is_transformers_flash(name: str) -> bool:
+    """Whether an implementation is transformers' flash attention, by whatever package; verl exchanges heads in it alone."""
+    return "flash" in name
+
+
+def check_whole_rows(name: str, hf_config: PretrainedConfig, *, ulysses_size: int, role: str) -> None:
+    """Refuses an attention, by verl's own key, that with Ulysses would see one rank's slice of a row; verl says nothing.
+
+    Args:
+        name: Implementation as transformers knows it.
+        hf_config: The model's config.
+        ulysses_size: Ulysses sequence parallel size.
+        role: Role in messages.
+
+    Raises:
+        ConfigError: Nothing would be exchanged.
+    """
+    if ulysses_size == 1 or is_transformers_flash(name) or name in EXCHANGING or runs_flash_whatever_is_set(hf_config):
+        return
+    raise ConfigError(
+        f"attention of {role}",
+        expected=f"one that sees whole rows, of which ulysses_sequence_parallel_size={ulysses_size} gives each rank a slice",
+        found=f"attn_implementation={name} by verl's key, for which verl exchanges nothing between ranks",
+        consequence="the run stops before it trains on slices, which nothing would say",
+        remedy=f"sharding.roles.{role}.attn_implementation=auto, or ulysses_sequence_parallel_size=1",
+    )
 
 
 def flash_attn_importable() -> bool:

@@ -164,6 +164,28 @@ def test_auto_with_ulysses_and_no_flash_attn_takes_what_exchanges_heads(dtype, n
 
 
 @pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("flash_attention_2", Qwen2Config()),
+        ("kernels-community/flash-attn2", Qwen2Config()),
+        ("varlen", Qwen2Config()),
+        ("fa2_packed", Qwen2Config()),
+        ("sdpa", Qwen2_5_VLConfig()),  # verl calls flash-attn whatever is set
+    ],
+)
+def test_an_attention_that_sees_whole_rows_passes(name, config):
+    attention.check_whole_rows(name, config, ulysses_size=2, role="actor")
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_an_attention_by_verls_key_that_sees_a_slice_of_each_row_is_refused(name):
+    attention.check_whole_rows(name, Qwen2Config(), ulysses_size=1, role="critic")
+    with pytest.raises(ConfigError) as caught:
+        attention.check_whole_rows(name, Qwen2Config(), ulysses_size=2, role="critic")
+    assert caught.value.remedy.startswith("sharding.roles.critic.attn_implementation=auto")
+
+
+@pytest.mark.parametrize(
     ("config", "refused"),
     [
         (Qwen2Config(), set()),
