@@ -156,7 +156,8 @@ def _read_config(
         if share := getattr(text, name, None):
             reasons.refuse((varlen.NAME,), f"it has no dropout, and {name}={share}")
     if (width := _head_width(text)) and width > varlen.MAX_HEAD_DIM:
-        reasons.refuse((varlen.NAME,), f"its heads are at most {varlen.MAX_HEAD_DIM} wide, not {width}")
+        reason = f"its heads are at most {varlen.MAX_HEAD_DIM} wide, not {width}"
+        reasons.refuse(("flash_attention_2", varlen.NAME), reason)
     window = _window(text)
     if window is not None and kernel is not None and not kernel.has_window:
         reason = f"this torch's kernel has no sliding window, and {model_type} has one of {window} tokens"

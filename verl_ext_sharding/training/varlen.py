@@ -26,7 +26,7 @@ NAME = "varlen"
 """Name of the implementation in transformers."""
 
 MAX_HEAD_DIM = 256
-"""Widest head that the kernel takes."""
+"""Widest head that the kernel takes, and flash-attn's, from which it comes."""
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 """Types that such kernels compute in."""
