@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_ext_sharding.training.layers import Forward, inner_fsdp_units
-from verl_ext_sharding.training.recompute import Recompute, Variant
+from verl_ext_sharding.training.layers import Forward, hidden_states, inner_fsdp_units
+from verl_ext_sharding.training.recompute import Checkpointed, Recompute, Variant, kept_bytes
 from verl_ext_sharding.training.saved_bytes import is_plain
 from verl_ext_sharding.versions import in_range
 
@@ -230,7 +230,7 @@ class CompiledRecompute(Recompute):
         self.eager = eager
         self.failure: str | None = None
         self._looked_at_shards = False
-        self._reported = False
+        self._looked_at_pieces = False
         self._warned_limit = False
         self._error: Exception | None = None
         self._hidden: list[nn.Module] = []
@@ -264,6 +264,9 @@ class CompiledRecompute(Recompute):
         if self.failure is None:
             done, output = self._attempt(index, partial(self.plan.run_with_grad, index, forward, args, kwargs))
             if done:
+                if not self._looked_at_pieces:
+                    self._looked_at_pieces = True
+                    self._look_at_pieces(forward, args, kwargs)
                 return output
         output = self.eager.run_with_grad(index, forward, args, kwargs)
         self._settle()
@@ -305,9 +308,6 @@ class CompiledRecompute(Recompute):
             # any counts; if it is the model's own, the eager run raises it again and the compiler is not blamed.
             self._error = error
             return False, None
-        if not self._reported:
-            self._reported = True
-            self._report_pieces()
         return True, output
 
     def _settle(self) -> None:
@@ -334,10 +334,23 @@ class CompiledRecompute(Recompute):
                 module._is_fsdp_managed_module = False
                 self._hidden.append(module)
 
-    def _report_pieces(self) -> None:
+    def _look_at_pieces(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Gives the eager plan all layers where the compiler cuts them, and what passes between the pieces is too much.
+
+        A byte budget needs no look: it measures what its variants keep.
+        """
         pieces = max(variant.backend.pieces for variant in self.compiled)
-        if pieces > 1:
-            logger.info("the compiler cuts a layer into %d pieces and keeps what passes between them as well", pieces)
+        if pieces <= 1 or len(self.compiled) > 1 or hidden_states(args, kwargs) is None:
+            return
+        everything, inputs = (kept_bytes(variant, forward, args, kwargs) for variant in (Variant(), Checkpointed()))
+        kept = kept_bytes(self.compiled[0], forward, args, kwargs)
+        share = self.compiled[0].backend.share
+        cut = f"the compiler cuts a layer into {pieces} pieces, which keep {kept / everything:.0%} of its activations"
+        if kept <= share * everything + inputs:
+            logger.info("%s, what passes between them included", cut)
+            return
+        self.failure = f"{cut}, not {share:.0%}"
+        logger.warning("layers run eagerly from here on, within the same memory bound: %s", self.failure)
 
     def _warn_limit(self) -> None:
         if not self._warned_limit:

@@ -105,6 +105,35 @@ def test_padded_batches_and_runs_without_gradients_compile_once_more_and_no_more
     assert recompiles(model) == after <= once + 1
 
 
+def _cut(model):
+    """Breaks the compiler's trace before the MLP of each layer."""
+    for layer in model.model.layers:
+        mlp = layer.mlp.forward
+
+        def forward(hidden, mlp=mlp):
+            torch._dynamo.graph_break()
+            return mlp(hidden)
+
+        layer.mlp.forward = forward
+
+
+@needs_compiler
+@pytest.mark.parametrize(("share", "eager"), [(0.0, True), (0.7, False)])
+def test_layers_that_the_compiler_cuts_run_eagerly_where_the_pieces_keep_too_much(share, eager, no_codegen, caplog):
+    model = qwen2(2)
+    _cut(model)
+    everything, reference = saved_bytes(model, packed(40)), step(model, packed(40), use_cache=False)
+    Budget(share=share, compile=True).apply(model)
+    with caplog.at_level(logging.INFO):
+        assert_same(reference, step(model, packed(40), use_cache=False), rtol=1e-5, atol=1e-6)
+    assert "the compiler cuts a layer into" in caplog.text
+    assert ("pieces, which keep" in (applied(model).reason or "")) is eager
+    assert_same(reference, step(model, packed(40), use_cache=False), rtol=1e-5, atol=1e-6)
+    outside = 40 * (SHAPE["vocab_size"] * 2 + SHAPE["hidden_size"] * 4) * 4
+    assert saved_bytes(model, packed(40)) <= share * everything + outside + 2 * 40 * SHAPE["hidden_size"] * 4
+    remove(model)
+
+
 def test_generation_with_a_cache_is_not_compiled(compiled):
     model = compiled[0][0.1]
     before = recompiles(model)
