@@ -1,4 +1,4 @@
-"""Packed rows whose tokens lie on several ranks (DeepSpeed-Ulysses, arXiv:2309.14509), for attention that is not flash-attn.
+"""Packed rows whose tokens lie on several ranks (DeepSpeed-Ulysses, arXiv:2309.14509), for our attention implementations.
 
 Each rank of the group has the same number of consecutive tokens of one packed row. Attention needs all of them: the ranks exchange
 so that each has all tokens of its share of the heads, and back. verl does that inside of transformers' flash attention alone;

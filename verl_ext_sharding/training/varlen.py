@@ -242,7 +242,7 @@ def attend_packed(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     dtype = _compute_dtype(module, query, kernel, name)
     if mask.exchange is not None:
-        query, key, value = mask.exchange.to_heads(query, key, value)
+        query, key, value = mask.exchange.to_heads(query.to(dtype), key.to(dtype), value.to(dtype))
     value_dim = value.shape[-1]
     width = -(-max(query.shape[-1], value_dim) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
     packed = [_pack(states, mask.places, width, dtype) for states in (query, key, value)]
