@@ -123,9 +123,11 @@ def _resolve(
 
 def _check_slices(config: DictConfig, use: AttentionUse) -> None:
     """Refuses verl's own key for an attention that would see one rank's slice of a row; the model is read only then."""
+    if use.measured or use.ulysses_size == 1:
+        return
     from verl_ext_sharding.training.attention import check_whole_rows, is_transformers_flash
 
-    if use.measured or use.ulysses_size == 1 or is_transformers_flash(use.requested):
+    if is_transformers_flash(use.requested):
         return
     hf_config = hf_config_of(config, use.role)
     if hf_config is not None:
