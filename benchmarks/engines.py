@@ -15,7 +15,7 @@ update    updates (optimizer included) of actor and critic, same model and token
 layers    one process: the model on one device, over two by layers, and over two with less memory than it needs on one
           (two CUDA devices; compare `torchrun --nproc-per-node 2 ... --parts policies`, whose ranks have `--rows` each).
 offloads  updates of the actor (optimizer included) with each combination of offload: at rest, and peak of each card.
-ulysses   updates of the actor under torchrun, each rank with rows of its own, and the same rows with their tokens over all ranks.
+ulysses   updates of the actor under torchrun, the same rows whole on each rank, and with their tokens over all ranks.
 idle      verl's engine against ours with nothing to do, alternating.
 
 Liger's kernels are among the policies where liger-kernel is installed.

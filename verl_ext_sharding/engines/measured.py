@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,15 +26,10 @@ from verl_ext_sharding.engines.checkpoints import HostCheckpointMixin
 from verl_ext_sharding.engines.merged_weights import MergedExportMixin
 from verl_ext_sharding.engines.meta_init import MetaInitMixin
 from verl_ext_sharding.errors import ConfigError, ShardingError
+from verl_ext_sharding.patch_points.critic_attention import STOCK_ATTENTION
 from verl_ext_sharding.patch_points.logprobs import ENTROPY, LogitsPath, logits_path
 from verl_ext_sharding.patching import original
-from verl_ext_sharding.training import (
-    attention,
-    checkpointing,
-    lm_head,
-    logprobs,
-    sequence_parallel,
-)
+from verl_ext_sharding.training import attention, checkpointing, lm_head, logprobs, sequence_parallel
 from verl_ext_sharding.training.offload import ActivationOffload
 from verl_ext_sharding.training.optimizer_offload import OptimizerStateOffload
 from verl_ext_sharding.training.policy_config import parse_policy
@@ -162,7 +156,7 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
             return None
         try:
             choice = attention.resolve_attention(
-                requested or attention.STOCK,
+                requested or STOCK_ATTENTION,
                 use_remove_padding=bool(self.model_config.use_remove_padding),
                 device_capability=_capability(),
                 flash_attn_importable=attention.flash_attn_importable(),
@@ -171,20 +165,18 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
                 dtype=self._compute_dtype(),
                 ulysses_size=int(self.engine_config.ulysses_sequence_parallel_size),
                 role=self.role,
+                because="as asked for" if requested is not None else "verl's own choice",
             )
         except ConfigError:
             if requested is not None:
                 raise
             return None  # nobody asked: verl runs what it runs
-        if requested is not None:
-            return choice
-        reason = choice.reason.replace("as asked for", "verl's own choice")
-        return replace(choice, reason=reason) if choice.name != attention.STOCK else None
+        return choice if requested is not None or choice.name != STOCK_ATTENTION else None
 
     def _runs_stock_flash(self) -> bool:
         """Whether verl's own choice stands and is what it says: transformers takes one from the hub without flash-attn."""
         name = self.model_config.hf_config._attn_implementation
-        return name == attention.STOCK and _capability() is not None and attention.flash_attn_importable()
+        return name == STOCK_ATTENTION and _capability() is not None and attention.flash_attn_importable()
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """As verl's; with Ulysses, says where the sequences of the row start of which this rank gets a slice."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import AttentionInterface, PretrainedConfig
@@ -45,9 +46,6 @@ REQUESTS = ("auto", *IMPLEMENTATIONS)
 EXCHANGING = (varlen.NAME, packed_sdpa.NAME, packed_flash.NAME)
 """Implementations, as transformers knows them, whose masks say with which ranks to exchange heads (`sequence_parallel`)."""
 
-STOCK = "flash_attention_2"
-"""verl's own choice; as transformers runs it, it breaks the compiler's trace in each layer (see `packed_flash`)."""
-
 _AMPERE = (8, 0)
 
 
@@ -75,6 +73,7 @@ def resolve_attention(
     dtype: torch.dtype,
     ulysses_size: int = 1,
     role: str = "actor",
+    because: str = "as asked for",
 ) -> AttentionChoice:
     """Decides which attention a role runs, from facts alone.
 
@@ -88,6 +87,7 @@ def resolve_attention(
         dtype: Type that the forward pass computes in (verl's `mixed_precision.param_dtype`, bfloat16 by default).
         ulysses_size: Ulysses sequence parallel size; above 1 verl exchanges heads around flash-attn, and all but "eager" do here.
         role: Role in messages.
+        because: Why one that was named is taken, in words.
 
     Raises:
         ConfigError: The name is unknown, or what was asked for can't run; the message names what can.
@@ -120,7 +120,7 @@ def resolve_attention(
         skipped = [f"not {name}: {obstacles[name]}" for name in IMPLEMENTATIONS[: IMPLEMENTATIONS.index(possible[0])]]
         return _choice(possible[0], "; ".join(skipped) or "flash-attn is installed", use_remove_padding, model_supports)
     if requested != "auto" and obstacles[requested] is None:
-        return _choice(requested, "as asked for", use_remove_padding, model_supports)
+        return _choice(requested, because, use_remove_padding, model_supports)
     raise ConfigError(
         subject,
         expected="an attention that this model, card and torch can run",
@@ -131,7 +131,7 @@ def resolve_attention(
 
 
 def _choice(name: str, reason: str, use_remove_padding: bool, model_supports: ModelSupport) -> AttentionChoice:
-    if name == STOCK and _takes_boundaries(model_supports, use_remove_padding):
+    if name == packed_flash.TRANSFORMERS and _takes_boundaries(model_supports, use_remove_padding):
         told = "told once in a forward pass where sequences start"
         return AttentionChoice(name=packed_flash.NAME, reason=f"{reason}; {told}")
     if name != "sdpa" or not use_remove_padding:
@@ -201,7 +201,7 @@ def _ulysses_obstacle(
 ) -> str | None:
     """Why an implementation would attend to one rank's slice of a row alone, or None."""
     if name == "flash_attention_2":
-        return None  # verl's own exchange
+        return None  # verl's own exchange, or ours
     if name == "eager":
         return "with ulysses_sequence_parallel_size above 1 it would see the tokens of one rank alone"
     if not use_remove_padding:
@@ -261,7 +261,8 @@ def register() -> None:
     AttentionInterface.register(varlen.NAME, varlen.varlen_attention)
     AttentionMaskInterface.register(varlen.NAME, packing.packed_mask)
     AttentionInterface.register(packed_flash.NAME, packed_flash.packed_flash_attention)
-    AttentionMaskInterface.register(packed_flash.NAME, packing.packed_mask)
+    boundaries = partial(packing.packed_mask, implementation=packed_flash.TRANSFORMERS)
+    AttentionMaskInterface.register(packed_flash.NAME, boundaries)
     AttentionInterface.register(packed_sdpa.NAME, packed_sdpa.packed_sdpa_attention)
     AttentionMaskInterface.register(packed_sdpa.NAME, packing.grouped_mask)
 

@@ -23,7 +23,8 @@ from verl_ext_sharding.training.varlen import HALF, attend_packed
 NAME = "fa2_packed"
 """Name of the implementation in transformers."""
 
-_TRANSFORMERS = "flash_attention_2"
+TRANSFORMERS = "flash_attention_2"
+"""What transformers calls flash-attn, and verl's own choice."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -65,7 +66,7 @@ class FlashKernel:
             cu_seq_lens_k=mask.cu_seqlens,
             max_length_q=mask.max_length,
             max_length_k=mask.max_length,
-            attn_implementation=_TRANSFORMERS,
+            attn_implementation=TRANSFORMERS,
         )
         return output.reshape(query.shape[0], query.shape[1], -1)
 
@@ -76,7 +77,7 @@ def prepare() -> None:
     Raises:
         ImportError: It is not installed, or does not load.
     """
-    modeling_flash_attention_utils.lazy_import_flash_attention(_TRANSFORMERS)
+    modeling_flash_attention_utils.lazy_import_flash_attention(TRANSFORMERS)
 
 
 def packed_flash_attention(
@@ -98,18 +99,18 @@ def packed_flash_attention(
     """Attention with the signature that `transformers.AttentionInterface` calls.
 
     Args:
-        module: The attention layer.
-        query: `(batch, heads, tokens, head_dim)`.
-        key: `(batch, key/value heads, tokens, head_dim)`; fewer heads than `query` are shared in groups.
-        value: As `key`; its head may be narrower.
-        attention_mask: What `packing.packed_mask` built.
+        module: See `varlen.varlen_attention`, as for all but those that follow.
+        query: See there.
+        key: See there.
+        value: See there.
+        attention_mask: See there.
         dropout: Share of attention weights dropped.
-        scaling: Factor of the scores, default `head_dim ** -0.5`.
-        sliding_window: Tokens that a token sees, itself included, or None; beside the mask's own window the smaller counts.
-        is_causal: Must not be False.
+        scaling: See there.
+        sliding_window: See there.
+        is_causal: See there.
         softcap: Cap of the scores, or None.
-        s_aux: Attention sinks; must be None.
-        kernel: The kernel to run.
+        s_aux: See there.
+        kernel: See there.
 
     Returns:
         `(batch, tokens, heads, head_dim)` and None for the weights.
@@ -118,9 +119,9 @@ def packed_flash_attention(
         ConfigError: Something asked for that the kernel can't do.
     """
     if is_causal is False or s_aux is not None:
-        raise unsupported(_TRANSFORMERS, "attention sinks" if s_aux is not None else "attention that is not causal")
+        raise unsupported(TRANSFORMERS, "attention sinks" if s_aux is not None else "attention that is not causal")
     if not isinstance(attention_mask, PackedMask):
-        raise unsupported(_TRANSFORMERS, "a model that brings its own mask, or none")
+        raise unsupported(TRANSFORMERS, "a model that brings its own mask, or none")
     output = attend_packed(
         module,
         query,
@@ -130,7 +131,7 @@ def packed_flash_attention(
         kernel,
         scaling=scaling,
         sliding_window=sliding_window,
-        name=_TRANSFORMERS,
+        name=TRANSFORMERS,
         dropout=dropout,
         softcap=softcap,
     )

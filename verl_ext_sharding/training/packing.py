@@ -18,7 +18,7 @@ import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from verl_ext_sharding.errors import ConfigError
-from verl_ext_sharding.training.sequence_parallel import HeadExchange, Row, current_row
+from verl_ext_sharding.training.sequence_parallel import HeadExchange, current_row
 
 MaskFunction = Callable[..., torch.Tensor]
 
@@ -138,6 +138,7 @@ class _Segments(NamedTuple):
     cu_seqlens: torch.Tensor
     places: torch.Tensor | None
     differs: torch.Tensor
+    exchange: HeadExchange | None
 
 
 def _segments(
@@ -155,18 +156,14 @@ def _segments(
     same_row = row[1:] == row[:-1]
     sees_previous = same_row & mask_function(row[1:], head, column[1:], column[:-1])
     differs = (same_row & mask_function(row[1:], head, column[:-1], column[1:])).any()  # a token sees the one after it
-    num_kept = places.numel()
+    num_kept, exchange = places.numel(), None
     if (whole := current_row()) is not None:
         continues = whole.continues()
         differs = differs | (sees_previous != continues[whole.start : whole.start + num_tokens - 1]).any()
-        sees_previous, num_kept = continues, whole.position_ids.numel()
+        sees_previous, num_kept, exchange = continues, whole.position_ids.numel(), whole.exchange
     starts = (~sees_previous).nonzero().squeeze(-1) + 1
     cu_seqlens = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), num_kept)]).to(torch.int32)
-    return _Segments(cu_seqlens, kept, differs)
-
-
-def _exchange(whole: Row | None) -> HeadExchange | None:
-    return None if whole is None else whole.exchange
+    return _Segments(cu_seqlens, kept, differs, exchange)
 
 
 @torch.compiler.disable
@@ -181,6 +178,7 @@ def packed_mask(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    implementation: str = "varlen",
     **_: Any,
 ) -> PackedMask:
     """Mask builder for variable-length kernels, with the signature that `transformers.AttentionMaskInterface` calls.
@@ -196,6 +194,7 @@ def packed_mask(
         local_size: Sliding window or chunk in tokens, or None.
         use_vmap: Whether the model overlays a mask of its own, which boundaries can't express.
         device: Device of the result.
+        implementation: Whose mask it is, for errors.
 
     Returns:
         The boundaries; reading them back costs one wait for the device in each forward.
@@ -204,14 +203,13 @@ def packed_mask(
         ConfigError: The mask is not causal attention within sequences, or a key/value cache is in use.
     """
     if use_vmap or q_length != kv_length or q_offset or kv_offset:
-        raise unsupported("varlen", "a mask of the model's own" if use_vmap else "a pass with a key/value cache")
+        raise unsupported(implementation, "a mask of the model's own" if use_vmap else "a pass with a key/value cache")
     segments = _segments(mask_function, attention_mask, (batch_size, q_length), device)
     longest = segments.cu_seqlens.diff().max()
     max_length, differs = torch.stack([longest, segments.differs.to(longest.dtype)]).tolist()
     if differs:
-        raise unsupported("varlen", "a mask in which a token sees later ones, or others than its sequence has")
-    exchange = _exchange(current_row())
-    return PackedMask(segments.cu_seqlens, max_length, local_size, segments.places, exchange)
+        raise unsupported(implementation, "a mask in which a token sees later ones, or others than its sequence has")
+    return PackedMask(segments.cu_seqlens, max_length, local_size, segments.places, segments.exchange)
 
 
 @torch.compiler.disable
@@ -249,9 +247,8 @@ def grouped_mask(
     if attention_mask is None and not use_vmap and q_length == kv_length and not q_offset and not kv_offset:
         segments = _segments(mask_function, None, (batch_size, q_length), device)
         differs, *bounds = torch.cat([segments.differs.view(1).int(), segments.cu_seqlens]).tolist()
-        exchange = _exchange(current_row())
-        if not differs and (exchange is not None or len(bounds) - 1 > batch_size):
-            return group_sequences(bounds, window=local_size, device=device, exchange=exchange)
+        if not differs and (segments.exchange is not None or len(bounds) - 1 > batch_size):
+            return group_sequences(bounds, window=local_size, device=device, exchange=segments.exchange)
     if current_row() is not None:
         raise unsupported("sdpa", "a mask of the model's own, with sequence parallelism")
     return sdpa_mask(

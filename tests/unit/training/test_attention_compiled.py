@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training import attention, packed_flash, packing, sequence_parallel, varlen
 from verl_ext_sharding.training.sequence_parallel import HeadExchange
 
@@ -80,6 +81,13 @@ def flash_attn(monkeypatch):
     install_flash_attn(monkeypatch, kernel)
     yield
     attention.register()
+
+
+def test_a_mask_that_boundaries_do_not_express_is_refused_by_the_name_that_was_asked_for(flash_attn):
+    for name, asked in ((packed_flash.NAME, "flash_attention_2"), ("varlen", "varlen")):
+        with pytest.raises(ConfigError) as caught:
+            AttentionMaskInterface()[name](batch_size=1, q_length=4, kv_length=4, use_vmap=True)
+        assert caught.value.subject == f"attn_implementation={asked}"
 
 
 def test_under_transformers_own_flash_attention_the_trace_breaks(flash_attn):

@@ -20,7 +20,6 @@ LENGTHS = (7, 1, 150, 12, 5, 149, 12)
 """84 tokens a rank: sequences begin and end within slices, and two go over three of them."""
 
 IMPLEMENTATIONS = ("sdpa_packed", "varlen_stand_in")
-DROPPED = {"use_cache": False, "attention_mask": None}
 
 
 def register():
@@ -44,7 +43,7 @@ def check(rank, store):
     inputs = packed_inputs(sequences(LENGTHS))
     num_tokens = sum(LENGTHS) // NUM_RANKS
     here = slice(rank * num_tokens, (rank + 1) * num_tokens)
-    mine = DROPPED | {name: inputs[name][:, here] for name in ("input_ids", "position_ids")}
+    mine = inputs | {name: inputs[name][:, here] for name in ("input_ids", "position_ids")}
     for name in ("llama", "qwen2-sliding", "gpt-neox"):  # key/value heads: fewer than ranks, and as many
         for implementation in IMPLEMENTATIONS:
             whole, model = tiny_model(name, implementation), tiny_model(name, implementation)
