@@ -3,11 +3,15 @@
     python benchmarks/placement_on_gpus.py                      # every layout that fits the GPUs there are
     python benchmarks/placement_on_gpus.py --layouts split,hf --model 1.5B --steps 3
     python benchmarks/placement_on_gpus.py --layouts plain,measures --pin    # each on a GPU of its own, at once
+    python benchmarks/placement_on_gpus.py --layouts colocated,split,overlap --same-samples --parallel --steps 1
     NCCL_P2P_DISABLE=1 python benchmarks/placement_on_gpus.py --layouts overlap    # without peer access
     python benchmarks/placement_on_gpus.py --layouts capped,wrong            # jobs that must fail, and how they do
 
 A random Qwen2 of a real shape (nothing is downloaded), a rule reward, one job after the other (`--parallel`: all at
-once, which only makes sense where every layout is to be seen working, not timed). One table last.
+once, which only makes sense where every layout is to be seen working, not timed). One table last, and how far the first
+steps of several layouts are apart. Kernels round by how many requests are computed together, and where one token turns out
+another its whole sample does; with `--same-samples` vLLM's kernels don't (`VLLM_BATCH_INVARIANT`, slower), and first steps
+further apart than `TOLERANCE` are a failure.
 """
 
 from __future__ import annotations
@@ -113,6 +117,8 @@ PROCESSES = ("WorkerDict", "vLLMHttpServer", "EngineCore", "VLLM::Worker")
 """Kinds of processes that communicate, by what is in their titles."""
 COMPARED = ("critic/score/mean", "critic/vf_loss", "critic/grad_norm", "actor/entropy", "actor/grad_norm")
 """Metrics of the first step, which layouts share within what bf16 rounds and the samples that differ for it."""
+TOLERANCE = 0.02
+"""Relative, of `COMPARED` on the same samples: some roundings of bf16 (2^-8), as micro-batches are put together otherwise."""
 PHASES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights")
 
 
@@ -173,14 +179,15 @@ def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Names
 class Run:
     """One job in a process of its own."""
 
-    def __init__(self, layout: str, folder: Path, lines: list[str], gpu: int | None, cap_gib: float) -> None:
+    def __init__(self, layout: str, folder: Path, lines: list[str], gpu: int | None, args: argparse.Namespace) -> None:
         self.layout, self.log = layout, folder / "output.log"
+        self.first: dict[str, float] = {}
         self.settings: dict[str, set[tuple[str | None, ...]]] = {}
         self.environments = folder / "environments"
         self.environments.mkdir(exist_ok=True)
         (folder / "sitecustomize.py").write_text(AT_START.format(names=hygiene.NAMES, folder=str(self.environments)))
         self.metrics = folder / "metrics.jsonl"
-        (folder / "capped_rank.py").write_text(CAP.format(gib=cap_gib))
+        (folder / "capped_rank.py").write_text(CAP.format(gib=args.cap_gib))
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
@@ -192,6 +199,8 @@ class Run:
             "NCCL_DEBUG_SUBSYS": "INIT",
             "RAY_ADDRESS": "local",
         }
+        if args.same_samples:
+            env["VLLM_BATCH_INVARIANT"] = "1"
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = str(gpu)
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines]
@@ -248,6 +257,7 @@ class Run:
             else []
         )
         first, last = (steps[0], steps[-1]) if steps else ({}, {})
+        self.first = {name: first[name] for name in COMPARED if name in first}
         peak = {name.split("/")[0]: value for name, value in last.items() if name.endswith("max_memory_allocated_gb")}
         return {
             "layout": self.layout,
@@ -257,12 +267,12 @@ class Run:
             "NCCL": " ".join(sorted(set(re.findall(r"Channel .* via (\S+)", text)))) or "n/a",
             "error": self.error(text),
             "steps": str(len(steps)),
-            "step s": f"{last['timing_s/step']:.1f}" if last else "n/a",
+            "step s, first and last": " ".join(f"{s['timing_s/step']:.1f}" for s in (first, last) if s) or "n/a",
             "phases s": " ".join(f"{p}:{last[f'timing_s/{p}']:.1f}" for p in PHASES if f"timing_s/{p}" in last)
             or "n/a",
             "peak GiB by role": " ".join(f"{role}:{gib:.1f}" for role, gib in peak.items()) or "n/a",
             "prob diff max": f"{last.get('training/rollout_probs_diff_max', float('nan')):.1e}",
-            "first step": " ".join(f"{name}:{first[name]:.4g}" for name in COMPARED if name in first) or "n/a",
+            "first step": " ".join(f"{name}:{value:.4g}" for name, value in self.first.items()) or "n/a",
             "wall s": f"{self.wall_s:.0f}",
         }
 
@@ -312,6 +322,7 @@ def main() -> int:
         default=4.5,
         help="memory of the actor's second rank in `capped`; weights, gradients and states of half a 0.5B are 3.7 GiB",
     )
+    parser.add_argument("--same-samples", action="store_true", help="compare the first steps of layouts (see above)")
     parser.add_argument("--parallel", action="store_true")
     parser.add_argument("--pin", action="store_true", help="each job on a GPU of its own, all at once")
     parser.add_argument("--keep", type=Path, help="folder for the logs")
@@ -324,16 +335,20 @@ def main() -> int:
     root = args.keep or Path(tempfile.mkdtemp())
     rows = []
     runs = []
+    jobs = []
     for index, layout in enumerate(layouts):
         folder = root / layout
         folder.mkdir(parents=True, exist_ok=True)
         pinned = index % gpus if args.pin else None
         runs.append(_start(layout, folder, files, 1 if layout in ON_ONE_GPU else gpus, pinned, args))
+        jobs.append(runs[-1][0])
         if not (args.parallel or args.pin):
             rows.append(_finish(runs.pop(), args.timeout_s))
     rows += [_finish(run, args.timeout_s) for run in runs]
     _print(rows, args, gpus)
-    return int(any((row["exit"] != "0") != (row["layout"] in MUST_FAIL) for row in rows))
+    apart = _print_differences({job.layout: job.first for job in jobs if job.first})
+    failed = any((row["exit"] != "0") != (row["layout"] in MUST_FAIL) for row in rows)
+    return int(failed or (args.same_samples and apart > TOLERANCE))
 
 
 def _start(
@@ -341,7 +356,7 @@ def _start(
 ) -> tuple:
     memory = PeakMemory()
     memory.start()
-    return Run(layout, folder, overrides(layout, files, gpus, args), pinned, args.cap_gib), memory
+    return Run(layout, folder, overrides(layout, files, gpus, args), pinned, args), memory
 
 
 def _finish(run: tuple, timeout_s: float) -> dict[str, str]:
@@ -368,6 +383,17 @@ def _print(rows: list[dict[str, str]], args: argparse.Namespace, gpus: int) -> N
         for name, value in row.items():
             if name != "layout":
                 print(f"  {name:24} {value}")
+
+
+def _print_differences(first_steps: dict[str, dict[str, float]]) -> float:
+    """Prints how far the first step of each layout is from that of the first layout, and returns the largest difference, relative."""
+    (reference, expected), *others = first_steps.items() or [("", {})]
+    largest = 0.0
+    for layout, found in others:
+        apart = {name: abs(found[name] / value - 1) for name, value in expected.items() if value and name in found}
+        print(f"\nfirst step of {layout} from {reference}'s: " + " ".join(f"{n}:{a:.2%}" for n, a in apart.items()))
+        largest = max([largest, *apart.values()])
+    return largest
 
 
 if __name__ == "__main__":

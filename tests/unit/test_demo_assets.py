@@ -1,5 +1,6 @@
 """What the demo trains and how: files built once and without a download, and a command that verl's config accepts."""
 
+import dataclasses
 import json
 import shutil
 
@@ -49,6 +50,24 @@ def test_the_vocabulary_holds_every_token_and_is_padded(built):
     rows = weights(built.model)["model.embed_tokens.weight"].shape[0]
     assert len(tokenizer) == 259
     assert rows == 320
+
+
+def test_a_larger_vocabulary_has_a_token_for_each_id_that_rollout_may_sample(tmp_path):
+    files = assets.build(dataclasses.replace(SMALL, vocab_size=2000), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(files.model)
+    assert (
+        len(tokenizer) == weights(files.model)["model.embed_tokens.weight"].shape[0] == 2000
+    )  # what vLLM samples from, and its head
+    assert len({tokenizer.decode([token]) for token in range(259, 2000)}) == 2000 - 259
+    small = AutoTokenizer.from_pretrained(assets.build(SMALL, tmp_path).model)
+    text = "<|im_start|>user\naaaa!!!!1+1=<|im_end|>"
+    assert tokenizer(text)["input_ids"] == small(text)["input_ids"]
+    assert tokenizer.eos_token_id == small.eos_token_id
+
+
+def test_a_vocabulary_without_room_for_all_bytes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"vocab_size is 100.*259"):
+        assets.build(dataclasses.replace(SMALL, vocab_size=100), tmp_path)
 
 
 def test_the_critic_starts_from_the_policys_weights_with_a_head_of_one_value(built):

@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import json
 import os
 import random
 import shutil
+import string
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised when the same shape is built into other files."""
 
 _REWARD = '''"""Rule reward of the demo: letters and digits are worth something, the right sum more."""
@@ -38,7 +40,12 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 @dataclass(kw_only=True, frozen=True)
 class TinyModel:
-    """Shape of the model. `vocab_size` None: the 256 bytes and the special tokens, padded to a multiple of 64."""
+    """Shape of the model.
+
+    `vocab_size` None: the 256 bytes and the special tokens, padded to a multiple of 64. A number, 259 or more: the tokenizer
+    has words for all further ids too, since verl's servers sample none that the tokenizer lacks, while the trained model's
+    log-probs are over all of them.
+    """
 
     architecture: str = "qwen2"
     hidden_size: int = 64
@@ -107,7 +114,7 @@ def _write_models(folder: Path, model: TinyModel) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer(model.vocab_size)
     config = AutoConfig.for_model(
         model.architecture,
         vocab_size=model.vocab_size or (len(tokenizer) + 63) // 64 * 64,
@@ -154,7 +161,7 @@ def _with_one_label(config: Any) -> Any:
     return config
 
 
-def _tokenizer() -> Any:
+def _tokenizer(vocab_size: int | None = None) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -166,6 +173,12 @@ def _tokenizer() -> Any:
         vocab_size=256 + len(_SPECIAL), special_tokens=list(_SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
     core.train_from_iterator(["0"], trainer)
+    if vocab_size is not None:
+        vocab = core.get_vocab()
+        if vocab_size < len(vocab):
+            raise ValueError(f"vocab_size is {vocab_size}, and bytes and special tokens alone are {len(vocab)}")
+        words = itertools.islice(_words(), vocab_size - len(vocab))
+        core.model = models.BPE(vocab=vocab | {word: len(vocab) + i for i, word in enumerate(words)}, merges=[])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",
@@ -174,6 +187,15 @@ def _tokenizer() -> Any:
     )
     tokenizer.chat_template = _CHAT_TEMPLATE
     return tokenizer
+
+
+def _words() -> Iterator[str]:
+    """Tokens that text is never cut into, for there are no merges: four letters and four signs by turns, so that the rule reward varies."""
+    signs = str.maketrans(string.ascii_lowercase, string.punctuation[:26])
+    for letters in itertools.product(string.ascii_lowercase, repeat=4):
+        word = "".join(letters)
+        yield word
+        yield word.translate(signs)
 
 
 def _write_data(folder: Path) -> None:
