@@ -308,7 +308,7 @@ def main() -> int:
     """Runs the layouts and prints the table; exit code 1 when one failed."""
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", help="comma-separated, of " + ", ".join(LAYOUTS))
     parser.add_argument("--model", choices=SHAPES, default="0.5B")
     parser.add_argument("--steps", type=int, default=2)
