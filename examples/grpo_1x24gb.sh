@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # GRPO on one card of 24 GB (RTX 3090, RTX 4090, L4, A10): 0.5B, every parameter trained.
 #
-# Update: weights, gradients and Adam take 16 bytes a parameter, 7.4 GiB; the logits of 4096 tokens over a vocabulary of
-# 152k come to about 9 GiB, so twice the tokens would not fit. Generation: 5.5 GiB of the actor stay, and vLLM takes
-# half of the card. Host: 2 GiB for the reference policy, which verl always keeps there.
+# Update: weights, gradients and Adam take 16 bytes a parameter, 7.4 GiB, and activations with the log-probs of 16384
+# tokens about 2 GiB. Generation: 5.5 GiB of the actor stay, and vLLM takes half of the card. Host: 2 GiB for the
+# reference policy, which verl always keeps there.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
@@ -28,7 +28,12 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.n=8 \
     "sharding.roles.actor.devices=[0]" \
     "sharding.roles.ref.devices=[0]" \
-    sharding.roles.actor.max_tokens=4096 \
+    sharding.roles.actor.attn_implementation=auto \
+    sharding.roles.actor.logits=auto \
+    sharding.roles.actor.gradient_checkpointing=true \
+    sharding.roles.ref.attn_implementation=auto \
+    sharding.roles.ref.logits=auto \
+    sharding.roles.actor.max_tokens=16384 \
     sharding.roles.rollout.max_new_tokens=1024 \
     sharding.roles.rollout.batch_size=128 \
     sharding.roles.rollout.gpu_memory_utilization=0.5 \

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # GRPO on four cards of 80 GB (A100, H100): 7B, every parameter trained, sharded over all four.
 #
-# Update: 16 bytes a parameter over four cards, 28 GiB, and about 19 GiB for the logits of 8192 tokens. Generation: 21
-# GiB of the actor stay beside vLLM, which takes half of each card: 14 GiB of weights, the rest for its cache. Host: 28
-# GiB for the reference policy, which verl always keeps there.
+# Update: 16 bytes a parameter over four cards, 28 GiB, and about 8 GiB for activations and log-probs of 16384 tokens.
+# Generation: 21 GiB of the actor stay beside vLLM, which takes half of each card: 14 GiB of weights, the rest for its
+# cache. Host: 28 GiB for the reference policy, which verl always keeps there.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
@@ -28,7 +28,12 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.n=8 \
     "sharding.roles.actor.devices=[0,1,2,3]" \
     "sharding.roles.ref.devices=[0,1,2,3]" \
-    sharding.roles.actor.max_tokens=8192 \
+    sharding.roles.actor.attn_implementation=auto \
+    sharding.roles.actor.logits=auto \
+    sharding.roles.actor.gradient_checkpointing=true \
+    sharding.roles.ref.attn_implementation=auto \
+    sharding.roles.ref.logits=auto \
+    sharding.roles.actor.max_tokens=16384 \
     sharding.roles.rollout.max_new_tokens=2048 \
     sharding.roles.rollout.batch_size=256 \
     sharding.roles.rollout.gpu_memory_utilization=0.5 \

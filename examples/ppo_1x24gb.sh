@@ -2,8 +2,8 @@
 # PPO on one card of 24 GB (RTX 3090, RTX 4090, L4, A10): actor and critic of 0.5B, every parameter trained.
 #
 # Two trained models and vLLM share the card, so each trained model is on the host while another phase runs: no phase
-# then holds more than one of them. Update of the actor: 16 bytes a parameter, 7.4 GiB, and about 9 GiB for the logits
-# of 4096 tokens. The critic has no logits, and takes more tokens. Host: about 13 GiB, reference policy included.
+# then holds more than one of them. Update of either: 16 bytes a parameter, 7.4 GiB, and about 2 GiB for activations and
+# log-probs of 16384 tokens. Host: about 13 GiB, reference policy included.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
@@ -30,10 +30,17 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     "sharding.roles.actor.devices=[0]" \
     "sharding.roles.critic.devices=[0]" \
     "sharding.roles.ref.devices=[0]" \
-    sharding.roles.actor.max_tokens=4096 \
+    sharding.roles.actor.attn_implementation=auto \
+    sharding.roles.actor.logits=auto \
+    sharding.roles.actor.gradient_checkpointing=true \
+    sharding.roles.critic.attn_implementation=auto \
+    sharding.roles.critic.gradient_checkpointing=true \
+    sharding.roles.ref.attn_implementation=auto \
+    sharding.roles.ref.logits=auto \
+    sharding.roles.actor.max_tokens=16384 \
     sharding.roles.actor.offload.params=true \
     sharding.roles.actor.offload.optimizer=true \
-    sharding.roles.critic.max_tokens=8192 \
+    sharding.roles.critic.max_tokens=16384 \
     sharding.roles.critic.offload.params=true \
     sharding.roles.critic.offload.optimizer=true \
     sharding.roles.rollout.max_new_tokens=1024 \

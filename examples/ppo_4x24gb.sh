@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # PPO on four cards of 24 GB: actor and rollout of 1.5B on cards 0 and 1, critic and reference policy on cards 2 and 3.
 #
-# Each trained model has its own two cards: 16 bytes a parameter over two, 11.5 GiB in its update. The actor's cards
-# also hold vLLM (half of each), so Adam's states wait on the host while it generates: 2.9 GiB of the actor stay. The
-# actor's micro-batches are small, since the logits of 2048 tokens take almost 5 GiB; the critic has none. Host: about
-# 17 GiB, reference policy included.
+# Each trained model has its own two cards: 16 bytes a parameter over two, 11.5 GiB in its update, and about 3 GiB for
+# activations and log-probs of 16384 tokens. The actor's cards also hold vLLM (half of each), so Adam's states wait on
+# the host and come for the step alone: 2.9 GiB of the actor stay while it generates. Host: about 17 GiB, reference
+# policy included.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}
@@ -31,9 +31,16 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     "sharding.roles.actor.devices=[0,1]" \
     "sharding.roles.critic.devices=[2,3]" \
     "sharding.roles.ref.devices=[2,3]" \
-    sharding.roles.actor.max_tokens=2048 \
-    sharding.roles.actor.offload.optimizer=true \
-    sharding.roles.critic.max_tokens=8192 \
+    sharding.roles.actor.attn_implementation=auto \
+    sharding.roles.actor.logits=auto \
+    sharding.roles.actor.gradient_checkpointing=true \
+    sharding.roles.critic.attn_implementation=auto \
+    sharding.roles.critic.gradient_checkpointing=true \
+    sharding.roles.ref.attn_implementation=auto \
+    sharding.roles.ref.logits=auto \
+    sharding.roles.actor.max_tokens=16384 \
+    sharding.roles.actor.offload.optimizer=step \
+    sharding.roles.critic.max_tokens=16384 \
     sharding.roles.rollout.max_new_tokens=1024 \
     sharding.roles.rollout.batch_size=128 \
     sharding.roles.rollout.gpu_memory_utilization=0.5 \

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # PPO on four cards of 80 GB (A100, H100): actor and critic of 7B, every parameter trained, both sharded over all four.
 #
-# Two cards for each would be tight: 16 bytes a parameter over two are 57 GiB, and 19 GiB of logits come on top. Over
-# four cards an update takes 28 GiB, 7 GiB for the other model's weights, and about 19 GiB for the logits of 8192
-# tokens. Adam's states of both wait on the host, so that 14 GiB of weights stay beside vLLM, which takes half of each
-# card. Host: about 140 GiB, reference policy included.
+# Two cards for each would be tight beside vLLM: 16 bytes a parameter over two are 57 GiB. Over four cards an update
+# takes 28 GiB, 7 GiB for the other model's weights, and about 8 GiB for activations and log-probs of 16384 tokens.
+# Adam's states of both wait on the host and come for the step alone, so that 14 GiB of weights stay beside vLLM, which
+# takes half of each card. Host: about 140 GiB, reference policy included.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
@@ -31,10 +31,17 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     "sharding.roles.actor.devices=[0,1,2,3]" \
     "sharding.roles.critic.devices=[0,1,2,3]" \
     "sharding.roles.ref.devices=[0,1,2,3]" \
-    sharding.roles.actor.max_tokens=8192 \
-    sharding.roles.actor.offload.optimizer=true \
+    sharding.roles.actor.attn_implementation=auto \
+    sharding.roles.actor.logits=auto \
+    sharding.roles.actor.gradient_checkpointing=true \
+    sharding.roles.critic.attn_implementation=auto \
+    sharding.roles.critic.gradient_checkpointing=true \
+    sharding.roles.ref.attn_implementation=auto \
+    sharding.roles.ref.logits=auto \
+    sharding.roles.actor.max_tokens=16384 \
+    sharding.roles.actor.offload.optimizer=step \
     sharding.roles.critic.max_tokens=16384 \
-    sharding.roles.critic.offload.optimizer=true \
+    sharding.roles.critic.offload.optimizer=step \
     sharding.roles.rollout.max_new_tokens=2048 \
     sharding.roles.rollout.batch_size=256 \
     sharding.roles.rollout.gpu_memory_utilization=0.5 \
