@@ -9,7 +9,7 @@ A random Qwen2 of the given shape with its real vocabulary, PPO's loss, one micr
 
 policies  actor engine: GiB kept between forward and backward, peak GiB, ms (median); the same for packed batches of ever
           new lengths from the third on, and how often layers were compiled anew meanwhile. `stock` is verl's engine as it
-          is without flash-attn: padded sdpa, and log-probs row by row.
+          is without flash-attn: padded sdpa, and log-probs row by row; `stock packed`, where flash-attn is installed, with it.
 padding   packed sequences with varlen against padded ones with sdpa, for sequences of mixed lengths.
 update    updates (optimizer included) of actor and critic, same model and tokens: at rest, and peak of each card.
 layers    one process: the model on one device, over two by layers, and over two with less memory than it needs on one
@@ -216,6 +216,11 @@ class Bench:
         random = torch.Generator().manual_seed(seed)
         return torch.randint(self.args.tokens // 16, self.args.tokens, (self.args.rows,), generator=random).tolist()
 
+    @property
+    def flash(self) -> bool:
+        """Whether flash-attn can be run here."""
+        return self.device == "cuda" and util.find_spec("flash_attn") is not None
+
     def synchronize(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -246,13 +251,14 @@ class Bench:
 
     def policies(self) -> None:
         rows = []
-        for name, full in (("stock, none", False), ("stock, full", True)) if self.args.stock else ():
-            worker = self.worker("actor", None, packed=False)
-            if full:
-                worker.engine.module.gradient_checkpointing_enable({"use_reentrant": False})
-            rows.append(self._policy_row(name, worker, packed=False, steps=2))
-            del worker
-            self.free()
+        for packed in (False, True) if self.flash else (False,):
+            for name in ("none", "full") if self.args.stock else ():
+                worker = self.worker("actor", None, packed=packed)
+                if name == "full":
+                    worker.engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+                rows.append(self._policy_row(f"stock{' packed' * packed}, {name}", worker, packed=packed, steps=2))
+                del worker
+                self.free()
         worker = self.worker("actor", RoleMeasures(attention="auto", logits="auto"))
         for name, asked in POLICIES.items():
             rows.append(self._with_policy(name, worker, asked))

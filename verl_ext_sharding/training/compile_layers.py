@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl_ext_sharding.training import attention_flops
 from verl_ext_sharding.training.layers import Forward, hidden_states, inner_fsdp_units
 from verl_ext_sharding.training.recompute import Checkpointed, Recompute, Variant, kept_bytes
 from verl_ext_sharding.training.saved_bytes import is_plain
@@ -121,7 +122,11 @@ class BudgetBackend:
         compile_id = CompileContext.current_compile_id()
         if compile_id is not None:
             self._compiled.add((compile_id.frame_id, compile_id.frame_compile_id))
-        with _functorch_config().patch(activation_memory_budget=self.share):
+        attention_flops.register()
+        settings: dict[str, Any] = {"activation_memory_budget": self.share}
+        if hasattr(_functorch_config(), "is_non_builtin_to_include"):
+            settings["is_non_builtin_to_include"] = True  # else operators of other libraries are always recomputed
+        with _functorch_config().patch(settings):
             return compile_fx(graph, inputs, **options)
 
     @property

@@ -63,7 +63,7 @@ class FlashKernel:
             sliding_window=mask.window,
             softcap=softcap,
             cu_seq_lens_q=mask.cu_seqlens,
-            cu_seq_lens_k=mask.cu_seqlens,
+            cu_seq_lens_k=mask.cu_seqlens.clone(),  # the compiler takes no tensor twice in a function with its own gradient
             max_length_q=mask.max_length,
             max_length_k=mask.max_length,
             attn_implementation=TRANSFORMERS,

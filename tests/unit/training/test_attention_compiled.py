@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -11,19 +12,37 @@ from attention_cases import (
     install_flash_attn,
     packed_inputs,
     padded_inputs,
-    reference_kernel,
     sequences,
     tiny_model,
     token_logprobs,
 )
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch._dynamo.testing import CompileCounter
+from torch._inductor import compile_fx as inductor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from verl_ext_sharding.errors import ConfigError
-from verl_ext_sharding.training import attention, packed_flash, packing, sequence_parallel, varlen
+from verl_ext_sharding.training import attention, attention_flops, packed_flash, packing, sequence_parallel, varlen
+from verl_ext_sharding.training.checkpointing import Budget, remove
+from verl_ext_sharding.training.compile_layers import compile_obstacle
 from verl_ext_sharding.training.sequence_parallel import HeadExchange
+
+
+def _weights(query, key, cu_seqlens, scale, left):
+    """Attention weights `(heads, tokens, tokens)` of sequences laid end to end."""
+    place = torch.arange(query.shape[0])
+    sequence = torch.bucketize(place, cu_seqlens[1:], right=True)
+    distance = place[:, None] - place[None]
+    hidden = (sequence[:, None] != sequence[None]) | (distance < 0) | (distance > (1 << 30 if left < 0 else left))
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+RUNS = Counter()
 
 
 @torch.library.custom_op("verl_ext_sharding_tests::attention", mutates_args=())
@@ -32,22 +51,75 @@ def opaque_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    max_length: int,
+    max_seqlen_k: int,
     scale: float,
-    left: int,
+    window_size_left: int,
 ) -> torch.Tensor:
-    """The stand-in behind an operator, which is how torch's own kernel shows itself to the compiler."""
-    lengths = (cu_seqlens, cu_seqlens, max_length, max_length)
-    return reference_kernel(query, key, value, *lengths, scale=scale, window_size=(left, 0), enable_gqa=True)
+    """A kernel behind an operator, which is how those of torch and of flash-attn show themselves to the compiler."""
+    RUNS["forward"] += 1
+    weights = _weights(query, key, cu_seqlens, scale, window_size_left)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    return torch.empty_like(query).copy_(torch.einsum("hqk,khd->qhd", weights, value))
 
 
 @opaque_attention.register_fake
-def _(query, key, value, cu_seqlens, max_length, scale, left):
+def _(query, key, value, cu_seqlens, max_seqlen_k, scale, window_size_left):
     return torch.empty_like(query)
+
+
+@torch.library.custom_op("verl_ext_sharding_tests::attention_backward", mutates_args=())
+def opaque_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    window_size_left: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    group = query.shape[1] // key.shape[1]
+    weights = _weights(query, key, cu_seqlens, scale, window_size_left)
+    keys, values = (states.repeat_interleave(group, dim=1) for states in (key, value))
+    of_weights = torch.einsum("qhd,khd->hqk", grad, values) - (grad * output).sum(-1).T[..., None]
+    scores = weights * of_weights * scale
+    of_keys, of_values = torch.einsum("hqk,qhd->khd", scores, query), torch.einsum("hqk,qhd->khd", weights, grad)
+    folded = (states.unflatten(1, (-1, group)).sum(2) for states in (of_keys, of_values))
+    grads = (torch.einsum("hqk,khd->qhd", scores, keys), *folded)
+    return tuple(torch.empty_like(states).copy_(one) for states, one in zip((query, key, value), grads, strict=True))
+
+
+@opaque_backward.register_fake
+def _(grad, query, key, value, output, cu_seqlens, scale, window_size_left):
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class FlashAttention(torch.autograd.Function):
+    """As flash-attn wraps its operators; both boundaries are among its inputs."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, cu_seqlens_q, cu_seqlens_k, max_length, scale, left):
+        output = opaque_attention(query, key, value, cu_seqlens_q, max_length, scale, left)
+        ctx.save_for_backward(query, key, value, output, cu_seqlens_k)
+        ctx.scale, ctx.left = scale, left
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, output, cu_seqlens = ctx.saved_tensors
+        grads = opaque_backward(grad, query, key, value, output, cu_seqlens, ctx.scale, ctx.left)
+        return (*grads, None, None, None, None, None)
 
 
 def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
     return opaque_attention(query, key, value, cu_seq_q, max_q, scale, window_size[0])
+
+
+def flash_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    return FlashAttention.apply(query, key, value, cu_q, cu_k, max_q, scale, window_size[0])
+
+
+needs_compiler = pytest.mark.skipif(compile_obstacle("cpu") is not None, reason=str(compile_obstacle("cpu")))
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +150,7 @@ def test_layers_compile_whole_and_not_anew_for_other_lengths(name, kinds_of_laye
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    install_flash_attn(monkeypatch, kernel)
+    install_flash_attn(monkeypatch, flash_kernel)
     yield
     attention.register()
 
@@ -104,12 +176,50 @@ def test_layers_with_flash_attn_compile_whole_and_once_for_all_layers(inputs_of,
     model, reference, graphs = tiny_model(name, packed_flash.NAME), tiny_model(name, "eager"), CompileCounter()
     for layer in model.base_model.layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True, backend=graphs)
-    with torch.no_grad():
-        for lengths in ((7, 1, 150, 12), (9, 30), (100, 2, 3, 4, 5, 6), (50, 8)):
-            samples = sequences(lengths)
-            found, expected = (token_logprobs(m(**inputs_of(samples)).logits, samples) for m in (model, reference))
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for lengths in ((7, 1, 150, 12), (9, 30), (100, 2, 3, 4, 5, 6), (50, 8)):
+        samples = sequences(lengths)
+        found, expected = (_logprobs_and_gradients(m, inputs_of(samples), samples) for m in (model, reference))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert graphs.frame_count == 2 * kinds_of_layer
+
+
+def _logprobs_and_gradients(model, inputs, samples):
+    model.zero_grad()
+    logprobs = token_logprobs(model(**inputs).logits, samples)
+    (logprobs * torch.linspace(0, 1, len(logprobs))).sum().backward()
+    return {"log-probs": logprobs.detach(), **{name: weight.grad for name, weight in model.named_parameters()}}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("lengths", "runs"), [((9, 5, 16), 2), ((512,), 1)])
+def test_a_budget_keeps_what_attention_returns_where_sequences_are_long(lengths, runs, flash_attn, monkeypatch):
+    operator = torch.ops.verl_ext_sharding_tests.attention
+    monkeypatch.setattr(attention_flops, "OPERATORS", (("verl_ext_sharding_tests", "attention"),))
+    monkeypatch.setattr(inductor, "compile_fx", aot_eager_decomp_partition)
+    model = tiny_model("qwen2", packed_flash.NAME)
+    Budget(share=0.2, compile=True).apply(model)
+    try:
+        samples = sequences(lengths)
+        RUNS.clear()
+        token_logprobs(model(**packed_inputs(samples)).logits, samples).sum().backward()
+        assert RUNS["forward"] == runs * len(model.base_model.layers)
+        assert operator in flop_registry
+    finally:
+        flop_registry.pop(operator, None)
+        remove(model)
+
+
+@pytest.mark.parametrize(("window", "keys"), [(-1, 30), (9, 10), (63, 30)])
+def test_operations_of_a_kernel_are_those_of_its_window(window, keys):
+    names = ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "window_size_left"]
+    values = [(50, 4, 16), (50, 2, 16), (50, 2, 8), (3,), (3,), 30, 30, window]
+    expected = 2 * 4 * 50 * keys * (16 + 8)
+    assert attention_flops.packed_attention_flops(names, *values) == expected
+    assert attention_flops.packed_attention_flops(names[:-1], *values[:-1], window_size_left=window) == expected
+    if window < 0:
+        assert attention_flops.packed_attention_flops(names[:-1], *values[:-1]) == expected
+    lists = [*names[:3], "cu_seq_q", "cu_seq_k", "max_q", "max_k", "window_size"]
+    assert attention_flops.packed_attention_flops(lists, *values[:-1], [window, 0]) == expected
 
 
 def test_layers_of_a_row_on_two_ranks_compile_whole():

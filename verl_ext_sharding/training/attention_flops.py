@@ -1,0 +1,52 @@
+"""Floating-point operations of the packed attention kernels, by which the compiler chooses what to recompute.
+
+Within an activation budget the partitioner keeps what saves the most operations for its bytes. For flash-attn's operator torch
+counts none, nor before 2.12 for its own, so that attention would be run again in each backward pass, however long sequences are:
+at 32k tokens that is half of a layer's forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+OPERATORS = (("torch_attn", "_varlen_attn"), ("flash_attn", "_flash_attn_varlen_forward"))
+"""Namespace and name of the kernels behind `varlen` and `fa2_packed`."""
+
+_LONGEST = ("max_k", "max_seqlen_k")
+_LEFT = ("window_size", "window_size_left")
+
+
+def register() -> None:
+    """Tells torch's FLOP counter about the operators that exist in this process and that it doesn't know. Idempotent."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    for namespace, name in OPERATORS:
+        operator = getattr(getattr(torch.ops, namespace), name, None)
+        if operator is not None and operator not in flop_registry:
+            arguments = [argument.name for argument in operator.default._schema.arguments]
+            register_flop_formula(operator)(partial(packed_attention_flops, arguments))
+
+
+def packed_attention_flops(arguments: Sequence[str], *values: Any, out_shape: Any = None, **more: Any) -> int:
+    """Operations of one forward pass, two for each multiplication: `2 * heads * tokens * keys * (head_dim + value_dim)`.
+
+    As torch's formulas it counts the whole square of a causal mask; the kernel's rate, about half of a matrix product's, makes
+    up for it. Each token counts with the longest sequence's keys, or with its window's.
+
+    Args:
+        arguments: Names of the operator's arguments, in its order.
+        *values: Their values, shapes in the place of tensors: query, key and value `(tokens, heads, head_dim)` first.
+        out_shape: Shapes of what it returns.
+        **more: Arguments passed by name.
+    """
+    named = dict(zip(arguments, values, strict=False)) | more
+    (tokens, heads, head_dim), _, (_, _, value_dim) = values[:3]
+    keys = next(named[name] for name in _LONGEST if name in named)
+    left = next((named[name] for name in _LEFT if named.get(name) is not None), -1)
+    left = left[0] if isinstance(left, (list, tuple)) else left
+    keys = keys if left < 0 else min(keys, left + 1)
+    return int(2 * heads * tokens * keys * (head_dim + value_dim))
