@@ -160,6 +160,8 @@ def _moved(
     if isinstance(value, torch.Tensor):
         return (value, False) if value.device == device else (to(value, device), True)
     items: Any
+    if value is None:  # which the compiler of torch 2.11 can't ask whether it is a dataclass
+        return value, False
     if isinstance(value, tuple | list):
         items = dict(enumerate(value))
     elif isinstance(value, dict | UserDict):

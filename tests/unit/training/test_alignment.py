@@ -29,6 +29,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training import alignment
 from verl_ext_sharding.training.checkpointing import Full
+from verl_ext_sharding.versions import in_range
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -406,6 +407,8 @@ def test_a_compiled_graph_holds_the_copies(kind):
         def forward(self, *, value):
             return read(value) * 2
 
+    if kind in ("frozen dataclass", "model output") and not in_range(torch.__version__, ">=2.13"):
+        pytest.skip("older compilers do not trace copy.copy, and cut the graph there")
     value, read = values()[kind]
     model = Doubled()
     alignment.apply(model, input_device="meta")
