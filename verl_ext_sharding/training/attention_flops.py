@@ -1,8 +1,9 @@
 """Floating-point operations of the packed attention kernels, by which the compiler chooses what to recompute.
 
-Within an activation budget the partitioner keeps what saves the most operations for its bytes. For flash-attn's operator torch
-counts none, nor before 2.12 for its own, so that attention would be run again in each backward pass, however long sequences are:
-at 32k tokens that is half of a layer's forward pass.
+Within an activation budget the partitioner keeps what saves the most operations for its bytes. It takes operators of other libraries
+into account only if told to (`is_non_builtin_to_include`), and torch has no formula for flash-attn's, nor in 2.11 for its own:
+attention would be run again in each backward pass, however long sequences are. At 32k tokens that is half of a layer's forward
+pass (1.5B).
 """
 
 from __future__ import annotations
