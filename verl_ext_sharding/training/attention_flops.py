@@ -3,12 +3,13 @@
 Within an activation budget the partitioner keeps what saves the most operations for its bytes. It takes operators of other libraries
 into account only if told to (`is_non_builtin_to_include`), and torch has no formula for flash-attn's, nor in 2.11 for its own:
 attention would be run again in each backward pass, however long sequences are. At 32k tokens that is half of a layer's forward
-pass (1.5B).
+pass (1.5B). The formula of later versions takes each sequence for as long as the longest, and knows no window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,18 +22,25 @@ _LONGEST = ("max_k", "max_seqlen_k")
 _LEFT = ("window_size", "window_size_left")
 
 
-def register() -> None:
-    """Tells torch's FLOP counter about the operators that exist in this process and that it doesn't know. Idempotent."""
-    from torch.utils.flop_counter import flop_registry, register_flop_formula
+@contextmanager
+def counted() -> Iterator[None]:
+    """Has torch's FLOP counter count those of the operators that exist in this process, while layers are compiled."""
+    from torch.utils.flop_counter import flop_registry
 
+    before = dict(flop_registry)
     for namespace, name in OPERATORS:
         operator = getattr(getattr(torch.ops, namespace), name, None)
-        if operator is not None and operator not in flop_registry:
+        if operator is not None:
             arguments = [argument.name for argument in operator.default._schema.arguments]
-            register_flop_formula(operator)(partial(packed_attention_flops, arguments))
+            flop_registry[operator] = partial(packed_attention_flops, arguments)
+    try:
+        yield
+    finally:
+        flop_registry.clear()
+        flop_registry.update(before)
 
 
-def packed_attention_flops(arguments: Sequence[str], *values: Any, out_shape: Any = None, **more: Any) -> int:
+def packed_attention_flops(arguments: Sequence[str], *values: Any, out_val: Any = None, **more: Any) -> int:
     """Operations of one forward pass, two for each multiplication: `2 * heads * tokens * keys * (head_dim + value_dim)`.
 
     As torch's formulas it counts the whole square of a causal mask; the kernel's rate, about half of a matrix product's, makes
@@ -40,12 +48,13 @@ def packed_attention_flops(arguments: Sequence[str], *values: Any, out_shape: An
 
     Args:
         arguments: Names of the operator's arguments, in its order.
-        *values: Their values, shapes in the place of tensors: query, key and value `(tokens, heads, head_dim)` first.
-        out_shape: Shapes of what it returns.
+        *values: Their values: query, key and value `(tokens, heads, head_dim)` first.
+        out_val: What it returns.
         **more: Arguments passed by name.
     """
     named = dict(zip(arguments, values, strict=False)) | more
-    (tokens, heads, head_dim), _, (_, _, value_dim) = values[:3]
+    tokens, heads, head_dim = values[0].shape
+    value_dim = values[2].shape[-1]
     keys = next(named[name] for name in _LONGEST if name in named)
     left = next((named[name] for name in _LEFT if named.get(name) is not None), -1)
     left = left[0] if isinstance(left, (list, tuple)) else left

@@ -122,11 +122,10 @@ class BudgetBackend:
         compile_id = CompileContext.current_compile_id()
         if compile_id is not None:
             self._compiled.add((compile_id.frame_id, compile_id.frame_compile_id))
-        attention_flops.register()
         settings: dict[str, Any] = {"activation_memory_budget": self.share}
         if hasattr(_functorch_config(), "is_non_builtin_to_include"):
             settings["is_non_builtin_to_include"] = True  # else operators of other libraries are always recomputed
-        with _functorch_config().patch(settings):
+        with _functorch_config().patch(settings), attention_flops.counted():
             return compile_fx(graph, inputs, **options)
 
     @property
