@@ -160,11 +160,12 @@ def _moved(
     if isinstance(value, torch.Tensor):
         return (value, False) if value.device == device else (to(value, device), True)
     items: Any
-    if value is None:  # which the compiler of torch 2.11 can't ask whether it is a dataclass
+    # older compilers trace neither `tuple | list` nor whether None is a dataclass
+    if value is None:
         return value, False
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         items = dict(enumerate(value))
-    elif isinstance(value, dict | UserDict):
+    elif isinstance(value, (dict, UserDict)):
         items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if hasattr(value, one.name)}
@@ -184,7 +185,7 @@ def _with_items(value: Any, changed: dict[Any, Any]) -> Any:
     # a shallow copy keeps what a constructor would ask for or compute anew
     result = value.copy() if type(value) in (dict, list) else copy.copy(value)
     for key, item in changed.items():
-        if isinstance(value, dict | UserDict | list):
+        if isinstance(value, (dict, UserDict, list)):
             result[key] = item
         else:
             object.__setattr__(result, key, item)  # of frozen dataclasses too
