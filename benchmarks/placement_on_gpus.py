@@ -181,7 +181,6 @@ class Run:
 
     def __init__(self, layout: str, folder: Path, lines: list[str], gpu: int | None, args: argparse.Namespace) -> None:
         self.layout, self.log = layout, folder / "output.log"
-        self.first: dict[str, float] = {}
         self.settings: dict[str, set[tuple[str | None, ...]]] = {}
         self.environments = folder / "environments"
         self.environments.mkdir(exist_ok=True)
@@ -245,19 +244,19 @@ class Run:
         lines = [line for line in text.splitlines() if "OutOfMemoryError" in line or "PlacementError" in line]
         return lines[-1][-200:] if lines else "none"
 
+    def steps(self) -> list[dict[str, float]]:
+        """Metrics of each step."""
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        return [json.loads(line)["data"] for line in lines]
+
     def row(self) -> dict[str, str]:
         """What the table says of this job."""
         text = self.log.read_text(errors="replace")
         found = [event for line in text.splitlines() if (event := events.parse(line))]
         rows = [row for event in found if event["event"] == "placement" for row in event["rows"]]
         roles = {role: [r["accelerator"] for r in rows if r["role"] == role] for role in {r["role"] for r in rows}}
-        steps = (
-            [json.loads(line)["data"] for line in self.metrics.read_text().splitlines()]
-            if self.metrics.exists()
-            else []
-        )
+        steps = self.steps()
         first, last = (steps[0], steps[-1]) if steps else ({}, {})
-        self.first = {name: first[name] for name in COMPARED if name in first}
         peak = {name.split("/")[0]: value for name, value in last.items() if name.endswith("max_memory_allocated_gb")}
         return {
             "layout": self.layout,
@@ -272,9 +271,14 @@ class Run:
             or "n/a",
             "peak GiB by role": " ".join(f"{role}:{gib:.1f}" for role, gib in peak.items()) or "n/a",
             "prob diff max": f"{last.get('training/rollout_probs_diff_max', float('nan')):.1e}",
-            "first step": " ".join(f"{name}:{value:.4g}" for name, value in self.first.items()) or "n/a",
+            "first step": " ".join(f"{name}:{value:.4g}" for name, value in compared(first).items()) or "n/a",
             "wall s": f"{self.wall_s:.0f}",
         }
+
+
+def compared(step: dict[str, float]) -> dict[str, float]:
+    """Metrics of a step by which layouts are compared."""
+    return {name: step[name] for name in COMPARED if name in step}
 
 
 class PeakMemory(threading.Thread):
@@ -333,20 +337,19 @@ def main() -> int:
     layouts = args.layouts.split(",") if args.layouts else fits
     files = assets.build(assets.TinyModel(vocab_size=151936, **SHAPES[args.model]))
     root = args.keep or Path(tempfile.mkdtemp())
+    at_once = args.parallel or args.pin
     rows = []
     runs = []
-    jobs = []
     for index, layout in enumerate(layouts):
         folder = root / layout
         folder.mkdir(parents=True, exist_ok=True)
         pinned = index % gpus if args.pin else None
         runs.append(_start(layout, folder, files, 1 if layout in ON_ONE_GPU else gpus, pinned, args))
-        jobs.append(runs[-1][0])
-        if not (args.parallel or args.pin):
-            rows.append(_finish(runs.pop(), args.timeout_s))
-    rows += [_finish(run, args.timeout_s) for run in runs]
+        if not at_once:
+            rows.append(_finish(runs[-1], args.timeout_s))
+    rows += [_finish(run, args.timeout_s) for run in runs if at_once]
     _print(rows, args, gpus)
-    apart = _print_differences({job.layout: job.first for job in jobs if job.first})
+    apart = _print_differences({job.layout: compared(steps[0]) for job, _ in runs if (steps := job.steps())})
     failed = any((row["exit"] != "0") != (row["layout"] in MUST_FAIL) for row in rows)
     return int(failed or (args.same_samples and apart > TOLERANCE))
 

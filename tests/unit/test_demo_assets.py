@@ -55,9 +55,8 @@ def test_the_vocabulary_holds_every_token_and_is_padded(built):
 def test_a_larger_vocabulary_has_a_token_for_each_id_that_rollout_may_sample(tmp_path):
     files = assets.build(dataclasses.replace(SMALL, vocab_size=2000), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(files.model)
-    assert (
-        len(tokenizer) == weights(files.model)["model.embed_tokens.weight"].shape[0] == 2000
-    )  # what vLLM samples from, and its head
+    rows = weights(files.model)["model.embed_tokens.weight"].shape[0]
+    assert len(tokenizer) == rows == 2000
     assert len({tokenizer.decode([token]) for token in range(259, 2000)}) == 2000 - 259
     small = AutoTokenizer.from_pretrained(assets.build(SMALL, tmp_path).model)
     text = "<|im_start|>user\naaaa!!!!1+1=<|im_end|>"

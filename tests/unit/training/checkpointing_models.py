@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from verl_ext_sharding.training.compile_layers import compile_obstacle
+
+CODEGEN = "torch._inductor.compile_fx.compile_fx"
+"""What a test replaces to have all of the compiler but the C++."""
+
+needs_compiler = pytest.mark.skipif(compile_obstacle("cpu") is not None, reason=str(compile_obstacle("cpu")))
 
 SHAPE = {
     "hidden_size": 64,

@@ -12,13 +12,14 @@ from attention_cases import (
     install_flash_attn,
     packed_inputs,
     padded_inputs,
+    reference_kernel,
     sequences,
     tiny_model,
     token_logprobs,
 )
+from checkpointing_models import CODEGEN, needs_compiler
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch._dynamo.testing import CompileCounter
-from torch._inductor import compile_fx as inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -28,20 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training import attention, attention_flops, packed_flash, packing, sequence_parallel, varlen
 from verl_ext_sharding.training.checkpointing import Budget, remove
-from verl_ext_sharding.training.compile_layers import compile_obstacle
 from verl_ext_sharding.training.sequence_parallel import HeadExchange
-
-
-def _weights(query, key, cu_seqlens, scale, left):
-    """Attention weights `(heads, tokens, tokens)` of sequences laid end to end."""
-    place = torch.arange(query.shape[0])
-    sequence = torch.bucketize(place, cu_seqlens[1:], right=True)
-    distance = place[:, None] - place[None]
-    hidden = (sequence[:, None] != sequence[None]) | (distance < 0) | (distance > (1 << 30 if left < 0 else left))
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    return scores.masked_fill(hidden, float("-inf")).softmax(-1)
-
 
 RUNS = Counter()
 
@@ -56,16 +44,28 @@ def opaque_attention(
     scale: float,
     window_size_left: int,
 ) -> torch.Tensor:
-    """A kernel behind an operator, which is how those of torch and of flash-attn show themselves to the compiler."""
+    """The stand-in behind an operator, which is how kernels of torch and of flash-attn show themselves to the compiler."""
     RUNS["forward"] += 1
-    weights = _weights(query, key, cu_seqlens, scale, window_size_left)
-    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return torch.empty_like(query).copy_(torch.einsum("hqk,khd->qhd", weights, value))
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen_k, max_seqlen_k)
+    return reference_kernel(
+        query, key, value, *lengths, scale=scale, window_size=(window_size_left, 0), enable_gqa=True
+    )
 
 
 @opaque_attention.register_fake
 def _(query, key, value, cu_seqlens, max_seqlen_k, scale, window_size_left):
     return torch.empty_like(query)
+
+
+def _weights(query, key, cu_seqlens, scale, left):
+    """Attention weights `(heads, tokens, tokens)` of sequences laid end to end."""
+    place = torch.arange(query.shape[0])
+    sequence = torch.bucketize(place, cu_seqlens[1:], right=True)
+    distance = place[:, None] - place[None]
+    hidden = (sequence[:, None] != sequence[None]) | (distance < 0) | (distance > (1 << 30 if left < 0 else left))
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
 @torch.library.custom_op("verl_ext_sharding_tests::attention_backward", mutates_args=())
@@ -118,9 +118,6 @@ def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, w
 
 def flash_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
     return FlashAttention.apply(query, key, value, cu_q, cu_k, max_q, scale, window_size[0])
-
-
-needs_compiler = pytest.mark.skipif(compile_obstacle("cpu") is not None, reason=str(compile_obstacle("cpu")))
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +193,7 @@ def _logprobs_and_gradients(model, inputs, samples):
 def test_a_budget_keeps_what_attention_returns_where_sequences_are_long(lengths, runs, flash_attn, monkeypatch):
     operator = torch.ops.verl_ext_sharding_tests.attention
     monkeypatch.setattr(attention_flops, "OPERATORS", (("verl_ext_sharding_tests", "attention"),))
-    monkeypatch.setattr(inductor, "compile_fx", aot_eager_decomp_partition)
+    monkeypatch.setattr(CODEGEN, aot_eager_decomp_partition)
     model = tiny_model("qwen2", packed_flash.NAME)
     Budget(share=0.2, compile=True).apply(model)
     try:

@@ -6,16 +6,13 @@ import logging
 
 import pytest
 import torch
-from checkpointing_models import SHAPE, assert_same, batch, decoder, packed, qwen2, step
+from checkpointing_models import CODEGEN, SHAPE, assert_same, batch, decoder, needs_compiler, packed, qwen2, step
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
 from verl_ext_sharding.training import compile_layers
 from verl_ext_sharding.training.checkpointing import Auto, Budget, Full, Off, applied, recompiles, remove
 from verl_ext_sharding.training.compile_layers import BudgetBackend, CompiledVariant, compile_obstacle
 from verl_ext_sharding.training.saved_bytes import SavedTensors
-
-CODEGEN = "torch._inductor.compile_fx.compile_fx"
-needs_compiler = pytest.mark.skipif(compile_obstacle("cpu") is not None, reason=str(compile_obstacle("cpu")))
 
 LENGTHS = (40, 56, 72)
 
