@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests import ranks
 from tests.verl import engine_runs
 from tests.verl.engine_cases import POLICIES, Case, Size
 from verl_ext_sharding import envs
@@ -128,7 +129,7 @@ def main(file: Path, second: str) -> None:
         if one != case.name:
             results[case.name]["difference"] = engine_runs._differences(made.pop(case.name), made[one])
     file.write_text(json.dumps(results, indent=1))
-    torch.distributed.destroy_process_group()
+    ranks.leave()
 
 
 if __name__ == "__main__":

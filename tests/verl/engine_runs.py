@@ -11,8 +11,6 @@ import functools
 import json
 import logging
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests import ranks
 from tests.verl.engine_cases import ALL, CASES, COMBINED, Case, Size
 from verl_ext_sharding import envs
 from verl_ext_sharding.config.measures import LayerSpread, RoleMeasures
@@ -30,7 +29,6 @@ from verl_ext_sharding.demo import assets
 from verl_ext_sharding.placement.bundles import place
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts
 
-TIMEOUT_S = 900
 STEPS = 2
 MICRO_BATCHES = 2
 TEMPERATURE = 0.8
@@ -52,39 +50,8 @@ def results(num_ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
     """
     for name in sorted({case.model_name for case in CASES}):
         folder_of(name)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [_start(rank, num_ranks, port, folder) for rank in range(num_ranks)]
-    try:
-        codes = [rank.wait(TIMEOUT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    output = "\n".join((folder / f"rank{rank}.log").read_text()[-6000:] for rank in range(num_ranks))
-    assert codes == [0] * num_ranks, output
+    ranks.run_program("tests.verl.engine_runs", num_ranks, folder, spec_of(CASES[0]).to_json())
     return json.loads((folder / "results.json").read_text())
-
-
-def _start(rank: int, num_ranks: int, port: int, folder: Path) -> subprocess.Popen:
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        envs.VERL_PLATFORM: "cpu",
-        envs.SPEC: spec_of(CASES[0]).to_json(),  # before `import verl`, as in a worker of a run
-    }
-    with (folder / f"rank{rank}.log").open("w") as log:
-        command = [sys.executable, "-m", "tests.verl.engine_runs", str(folder)]
-        return subprocess.Popen(
-            command, cwd=Path(__file__).parents[2], env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
 
 
 def spec_of(case: Case) -> RunSpec:
@@ -541,8 +508,7 @@ def main(folder: Path, names: list[str]) -> None:
     found = {case.name: run_case(case, rank, made, folder) for case in cases}
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(found, indent=1))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ import itertools
 import json
 import logging
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import ranks
 from tests.verl import engine_runs
 from tests.verl.engine_cases import LORA, PADDED, SMALL, Case
-from verl_ext_sharding import envs
 from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.demo import assets
 
@@ -71,39 +69,8 @@ def results() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="loading-runs-") as made:
         folder = Path(made)
         _write_models(folder)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        ranks = [_start(rank, port, folder) for rank in range(NUM_RANKS)]
-        try:
-            codes = [rank.wait(engine_runs.TIMEOUT_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        output = "\n".join((folder / f"rank{rank}.log").read_text()[-6000:] for rank in range(NUM_RANKS))
-        assert codes == [0] * NUM_RANKS, output
+        ranks.run_program("tests.verl.loading_runs", NUM_RANKS, folder, engine_runs.spec_of(BUILT[0]).to_json())
         return [json.loads((folder / f"results{rank}.json").read_text()) for rank in range(NUM_RANKS)]
-
-
-def _start(rank: int, port: int, folder: Path) -> subprocess.Popen:
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(NUM_RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        envs.VERL_PLATFORM: "cpu",
-        envs.SPEC: engine_runs.spec_of(BUILT[0]).to_json(),
-    }
-    with (folder / f"rank{rank}.log").open("w") as log:
-        command = [sys.executable, "-m", "tests.verl.loading_runs", str(folder)]
-        return subprocess.Popen(
-            command, cwd=Path(__file__).parents[2], env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
 
 
 def _write_models(folder: Path) -> None:
@@ -409,8 +376,7 @@ def main(folder: Path) -> None:
     found["parts"] = resume_parts(rank, folder / "parts")
     found["fsdp1"] = {case.name: fsdp1(case, rank, folder / f"fsdp1_{case.name}") for case in BUILT[:2]}
     (folder / f"results{rank}.json").write_text(json.dumps(found, indent=1))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    ranks.leave()
 
 
 if __name__ == "__main__":

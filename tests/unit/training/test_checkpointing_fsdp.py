@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import os
-import socket
 
 import torch
 import torch._inductor.compile_fx
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from checkpointing_models import assert_same, decoder, loss_of, packed, qwen2
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+from tests import ranks
 from verl_ext_sharding.training.checkpointing import Budget, EveryN, Full, Off, Selective, applied, recompiles, remove
 from verl_ext_sharding.training.layers import decoder_layers
 from verl_ext_sharding.training.offload import ActivationOffload
@@ -74,22 +71,6 @@ def run(policy, wrapping, rank, lengths=(32,), offload=False, num_layers=NUM_LAY
     return (torch.stack(losses), grads), saved_bytes, state, counted
 
 
-def worker(rank, world_size, port, check):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    check(rank)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # leaving through the interpreter's exit, gloo's threads now and then abort the process
-
-
-def on_two_ranks(check):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, (2, port, check), nprocs=2)
-
-
 def eager_policies_are_exact(rank):
     for wrapping in WRAPPINGS:
         reference, everything, _, _ = run(None, wrapping, rank)
@@ -128,12 +109,12 @@ def compiled_budget_is_the_same(rank):
 
 
 def test_eager_policies_keep_loss_and_gradients_bit_identical_under_fsdp():
-    on_two_ranks(eager_policies_are_exact)
+    ranks.run(eager_policies_are_exact)
 
 
 def test_activation_offload_keeps_loss_and_gradients_bit_identical_under_fsdp():
-    on_two_ranks(offload_is_exact)
+    ranks.run(offload_is_exact)
 
 
 def test_a_compiled_budget_holds_under_fsdp1_and_fsdp2_without_recompilation():
-    on_two_ranks(compiled_budget_is_the_same)
+    ranks.run(compiled_budget_is_the_same)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from attention_cases import CONFIGS, packed_inputs, sequences
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from tests import ranks
 from verl_ext_sharding.training import attention, lm_head
 
 NUM_RANKS = 2
@@ -41,9 +40,7 @@ def full_grads(model):
     }
 
 
-def check(rank, store, tied):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
-    torch.set_num_threads(1)
+def check(rank, tied):
     whole = build(tied)
     outputs = []
     for one in range(NUM_RANKS):
@@ -65,9 +62,8 @@ def check(rank, store, tied):
     found = full_grads(sharded)
     for name, grad in full_grads(whole).items():
         torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-7)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head sharded by itself", "head tied, in the root"])
-def test_a_sharded_model_returns_the_log_probs_and_gradients_of_the_whole_one(tmp_path, tied):
-    mp.spawn(check, args=(tmp_path / "store", tied), nprocs=NUM_RANKS)
+def test_a_sharded_model_returns_the_log_probs_and_gradients_of_the_whole_one(tied):
+    ranks.run(check, tied, num_ranks=NUM_RANKS)

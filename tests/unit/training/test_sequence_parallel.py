@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from attention_cases import packed_inputs, reference_kernel, sequences, tiny_model
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from tests import ranks
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.training import attention, packing, sequence_parallel, varlen
 
@@ -36,9 +36,7 @@ def gradients(model, inputs, weights):
     return logits.detach(), [parameter.grad for parameter in model.parameters()]
 
 
-def check(rank, store):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
-    torch.set_num_threads(1)
+def check(rank):
     register()
     inputs = packed_inputs(sequences(LENGTHS))
     num_tokens = sum(LENGTHS) // NUM_RANKS
@@ -57,11 +55,10 @@ def check(rank, store):
             for grad, expected_grad in zip(grads, expected_grads, strict=True):
                 dist.all_reduce(grad)
                 torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5 * expected_grad.abs().max().item())
-    dist.destroy_process_group()
 
 
-def test_each_rank_has_its_slice_of_the_logits_and_its_share_of_the_gradients(tmp_path):
-    mp.spawn(check, args=(tmp_path / "store",), nprocs=NUM_RANKS)
+def test_each_rank_has_its_slice_of_the_logits_and_its_share_of_the_gradients():
+    ranks.run(check, num_ranks=NUM_RANKS)
 
 
 def row(*lengths, start=0):
