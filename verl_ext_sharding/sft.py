@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,10 @@ from verl_ext_sharding import driver, envs, launchers, loading
 from verl_ext_sharding.cli import render
 from verl_ext_sharding.communication import hygiene
 from verl_ext_sharding.config import cpu, measures, old_keys, sft
-from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
+from verl_ext_sharding.config.changes import KeyChange, added_keys, apply_changes, explicit_keys
 from verl_ext_sharding.config.guards import Guards
 from verl_ext_sharding.config.override_hints import known_keys
-from verl_ext_sharding.config.recipe_keys import check_words
+from verl_ext_sharding.config.recipe_keys import check_spelling, check_words
 from verl_ext_sharding.config.saved_contents import check_hf_model
 from verl_ext_sharding.config.schema import CommunicationConfig, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
@@ -65,6 +65,7 @@ def prepare(
     explicit: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
     program: Program | None = None,
+    added: Collection[str] | None = None,
 ) -> SftPlan:
     """Checks a request and sets verl's own keys for it, in place. Starts nothing.
 
@@ -73,14 +74,17 @@ def prepare(
         explicit: `{key: value}` that the user wrote; None: read from Hydra.
         environ: Environment of the process; None: this one's.
         program: What runs; None: this process's.
+        added: Those of `explicit` that a `+` added; None: read from Hydra.
 
     Raises:
         ConfigError: Something can't be met as asked.
     """
     environ = os.environ if environ is None else environ
     explicit = explicit_keys() if explicit is None else explicit
+    added = added_keys() if added is None else added
     ranks = launchers.ranks_of(environ, program or Program.current())
     with resolving(config):
+        _check_added(config, explicit, added)
         request, applied = _apply_request(config, explicit, environ, ranks)
         seed = OmegaConf.select(config, "trainer.seed", default=None)
     return SftPlan(request=request, ranks=ranks, changes=tuple(applied), spec=_spec(request, ranks, seed))
@@ -90,7 +94,6 @@ def _apply_request(
     config: DictConfig, explicit: Mapping[str, str], environ: Mapping[str, str], ranks: Ranks
 ) -> tuple[ShardingConfig, list[KeyChange]]:
     cpu.check_device(config)
-    _check_old_keys(config, explicit)
     check_words(config)
     request = request_of(config)
     applied: list[KeyChange] = []
@@ -104,13 +107,21 @@ def _apply_request(
     return request, applied
 
 
-def _check_old_keys(config: DictConfig, explicit: Mapping[str, str]) -> None:
-    """Answers keys of an older verl that a `+` added; without one, Hydra refused them."""
+def _check_added(config: DictConfig, explicit: Mapping[str, str], added: Collection[str]) -> None:
+    """Answers keys of an older verl, and misspelt ones, that a `+` added; without one, Hydra refused them."""
     known = known_keys(config)
     found = [old_keys.answer(key, value, known - {key}) for key, value in explicit.items()]
     answers = [answer for answer in found if answer is not None]
     if answers:
         raise old_keys.refusal(answers)
+    check_spelling(config, added, _without(known, added))
+
+
+def _without(known: Collection[str], added: Collection[str]) -> set[str]:
+    """Keys that a config has but for those added, and for the blocks that stand around these alone."""
+    kept = {key for key in known if not any(key == name or key.startswith(f"{name}.") for name in added)}
+    around = {key for key in kept if any(name.startswith(f"{key}.") for name in added)}
+    return {key for key in kept if key not in around or any(other.startswith(f"{key}.") for other in kept - around)}
 
 
 def _spec(request: ShardingConfig, ranks: Ranks, seed: int | None) -> RunSpec:

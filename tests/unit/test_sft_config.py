@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_ext_sharding import driver, sft
+from verl_ext_sharding.config.changes import parse_overrides
 from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.errors import ConfigError
@@ -31,7 +32,8 @@ def prepare(compose):
     def prepared(*overrides, written=(), **environ):
         config = compose(*overrides, *written, config_name="sft_trainer_engine")
         explicit = dict(line.lstrip("+").split("=", 1) for line in written)
-        return sft.prepare(config, explicit, environ or ranks(2), PROGRAM), config
+        added = parse_overrides(line for line in written if line.startswith("+"))
+        return sft.prepare(config, explicit, environ or ranks(2), PROGRAM, added), config
 
     return prepared
 
@@ -349,6 +351,18 @@ def test_an_old_key_that_a_plus_added_is_answered(prepare):
     error = refusal(prepare, written=["+model.partial_pretrain=/m", "+data.prompt_key=question"])
     assert error.remedy == "write model.path=/m; remove data.prompt_key"
     prepare(written=["model.path=/m", "+data.my_own_key=1"])
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("+data.max_lenght=4096", "data.max_length=4096, or +mine.max_lenght if it is one that code of yours reads"),
+        ("+engin.strategy=fsdp", "engine.strategy=fsdp, or +mine.strategy if it is one that code of yours reads"),
+    ],
+)
+def test_a_misspelt_key_that_a_plus_added_is_answered_with_the_right_one(prepare, line, remedy):
+    assert refusal(prepare, written=[line]).remedy == remedy
+    prepare(written=["+data.lengths_of_mine=1", "++data.max_length=4096", "model.lora.dtype=null"])
 
 
 def test_a_model_with_adapters_is_not_saved_under_names_that_nothing_loads(prepare):

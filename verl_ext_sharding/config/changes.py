@@ -46,6 +46,14 @@ def explicit_keys() -> dict[str, str]:
     return parse_overrides(HydraConfig.get().overrides.task)
 
 
+def added_keys() -> set[str]:
+    """Keys of the overrides that the user wrote with a `+`, which Hydra takes by any name; empty outside `hydra.main`."""
+    from hydra.core.hydra_config import HydraConfig
+
+    lines = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return set(parse_overrides(line for line in lines if line.startswith("+")))
+
+
 def parse_overrides(lines: Iterable[str]) -> dict[str, str]:
     """Splits `key=value` overrides; prefixes `+`, `++` and `~` don't belong to the key."""
     pairs = (line.lstrip("+~").partition("=") for line in lines)

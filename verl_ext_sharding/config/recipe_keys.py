@@ -45,8 +45,7 @@ def check_recipe_keys(config: DictConfig, explicit: Collection[str] = ()) -> Non
     if not known:
         return
     answers, undo = [], []
-    values = dict(_leaves(config))
-    for key, value in values.items():
+    for key, value in _leaves(config):
         found = _answer(key, value, known)
         if found is None:
             continue
@@ -55,7 +54,22 @@ def check_recipe_keys(config: DictConfig, explicit: Collection[str] = ()) -> Non
             undo.append(_undo(key, known))
     if answers:
         raise old_keys.refusal(answers, undo=dict.fromkeys(undo))
-    for key in explicit:
+    check_spelling(config, explicit, known)
+
+
+def check_spelling(config: DictConfig, keys: Collection[str], known: Collection[str]) -> None:
+    """Refuses keys of the command line that are misspellings of keys that there are.
+
+    Args:
+        config: The composed config.
+        keys: Keys that the user wrote.
+        known: Keys that verl has, blocks included.
+
+    Raises:
+        ConfigError: Names the first such key, and the right one.
+    """
+    values = dict(_leaves(config))
+    for key in keys:
         right = _meant(key, known)
         if right is not None and key in values:
             raise _misspelt(key, right, values[key])
