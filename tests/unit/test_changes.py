@@ -79,6 +79,22 @@ def test_the_same_value_on_the_command_line_is_fine(config):
     assert apply_changes(config, [change("critic.fsdp.model_dtype", "bf16")], {"critic.fsdp.model_dtype": "bf16"}) == []
 
 
+def test_verls_other_spelling_of_a_dtype_is_the_same_value(config):
+    config.critic.fsdp.model_dtype = "bfloat16"
+    config.critic.fsdp.mixed_precision = {"param_dtype": "half", "reduce_dtype": "float"}
+    written = {"critic.fsdp.model_dtype": "bfloat16", "critic.fsdp.mixed_precision.param_dtype": "half"}
+    precision = {"param_dtype": "fp16", "reduce_dtype": "fp32"}
+    changes = [change("critic.fsdp.model_dtype", "bf16"), change("critic.fsdp.mixed_precision", precision)]
+    assert apply_changes(config, changes, written) == []
+
+
+def test_an_implied_value_leaves_verls_key_alone_and_a_written_one_may_not_differ(config):
+    implied = change("critic.fsdp.model_dtype", "bf16", implied=True)
+    assert apply_changes(config, [implied], {}) == []
+    assert config.critic.fsdp.model_dtype == "fp32"
+    assert refusal(config, {"critic.fsdp.model_dtype": "fp32"}, implied).subject == "critic.fsdp.model_dtype"
+
+
 def test_another_value_on_the_command_line_is_refused_and_both_keys_are_named(config):
     error = refusal(config, {"critic.fsdp.model_dtype": "fp32"}, change("critic.fsdp.model_dtype", "bf16"))
     assert error.subject == "critic.fsdp.model_dtype"

@@ -7,6 +7,7 @@ import typing
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import verl_ext_sharding.config
@@ -125,9 +126,10 @@ def test_a_plain_value_in_place_of_a_block_is_refused_with_a_key_of_it(path, val
     error = refusal(nested(path, value))
     assert error.subject == path
     assert error.found == str(value)
-    key, _, text = error.remedy.partition("=")
-    assert key.startswith(f"{path}.")
-    assert ShardingConfig.parse(nested(key, OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"]))["x"]))
+    key, _, text = error.remedy.strip("'").partition("=")
+    assert key.startswith(path)
+    typed = OverridesParser.create().parse_override(f"x={text}").value()
+    assert ShardingConfig.parse(nested(key, typed))
 
 
 @pytest.mark.parametrize("path", BLOCKS[1:])
@@ -303,6 +305,19 @@ def test_mistakes_inside_the_checkpointing_block_are_named_by_their_full_key(blo
     assert error.remedy.startswith(f"{CHECKPOINTING}.{key}=")
 
 
+@pytest.mark.parametrize("value", ["off", "none", False])
+def test_a_policy_that_means_none_is_answered_with_false_in_place_of_the_block(value):
+    error = refusal(nested(CHECKPOINTING, {"policy": value}))
+    assert (error.subject, error.remedy) == (f"{CHECKPOINTING}.policy", f"{CHECKPOINTING}=false")
+
+
+def test_null_inside_the_checkpointing_block_asks_for_nothing():
+    block = {"policy": "full", "use_reentrant": None, "every": None}
+    assert ShardingConfig.parse(nested(CHECKPOINTING, block)) == ShardingConfig.parse(
+        nested(CHECKPOINTING, {"policy": "full"})
+    )
+
+
 def test_a_misspelt_key_inside_the_checkpointing_block_is_refused():
     assert refusal(nested(CHECKPOINTING, {"polcy": "full"})).remedy == f"did you mean {CHECKPOINTING}.policy?"
 
@@ -366,6 +381,10 @@ def test_the_plugin_is_asked_for_by_the_name_of_its_entry_point():
         ("sharding.roles", "reward_model", "sharding.roles.reward"),
         ("sharding.roles.critic", "gpus", "sharding.roles.critic.devices"),
         ("sharding.roles.critic", "device", "sharding.roles.critic.devices"),
+        ("sharding.roles.actor", "param_offload", "sharding.roles.actor.offload.params"),
+        ("sharding.roles.ref", "offload_params", "sharding.roles.ref.offload.params"),
+        ("sharding.roles.critic", "optimizer_offload", "sharding.roles.critic.offload.optimizer"),
+        ("sharding.roles.critic", "activation_offload", "sharding.roles.critic.offload.activations"),
     ],
 )
 def test_a_key_without_its_block_or_by_another_name_is_answered_with_the_right_one(path, name, meant):
@@ -395,6 +414,25 @@ def test_a_key_without_its_block_or_by_another_name_is_answered_with_the_right_o
         ("sharding.roles.critic.devices", 4.0, "sharding.roles.critic.devices=4"),
         ("sharding.roles.actor.micro_batch_size", 2.0, "sharding.roles.actor.micro_batch_size=2"),
         ("sharding.roles.critic", [4, 5], "sharding.roles.critic.devices=[4,5]"),
+        ("sharding.roles.actor.dtype", "None", "sharding.roles.actor.dtype=null"),
+        ("sharding.roles.actor.max_tokens", "16k", "sharding.roles.actor.max_tokens=16384"),
+        ("sharding.roles.actor.max_tokens", -1, "sharding.roles.actor.max_tokens=null"),
+        ("sharding.roles.actor.gradient_checkpointing", "none", "sharding.roles.actor.gradient_checkpointing=false"),
+        ("sharding.roles.actor.gradient_checkpointing", "never", "sharding.roles.actor.gradient_checkpointing=false"),
+        ("sharding.roles.actor.offload.optimizer", "none", "sharding.roles.actor.offload.optimizer=false"),
+        ("sharding.roles.actor.offload.params", "None", "sharding.roles.actor.offload.params=false"),
+        (
+            "sharding.roles.actor.offload",
+            False,
+            "'sharding.roles.actor.offload={params:false,optimizer:false,activations:false}'",
+        ),
+        ("sharding.roles.critic.offload", True, "'sharding.roles.critic.offload={params:true,optimizer:true}'"),
+        ("sharding.roles.ref.offload", True, "sharding.roles.ref.offload.params=true"),
+        (
+            "sharding.roles.critic.offload",
+            ["params", "optimizer"],
+            "'sharding.roles.critic.offload={params:true,optimizer:true}'",
+        ),
     ],
 )
 def test_what_is_offered_is_what_the_wrong_value_was_meant_to_be(key, value, remedy):

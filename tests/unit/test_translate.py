@@ -88,8 +88,10 @@ def test_checkpointing_switches_the_models_own_key(role, model, value, everythin
 @pytest.mark.parametrize("value", [True, False])
 def test_offload_switches_the_engines_own_keys(role, value, everything):
     offload = f"sharding.roles.{role}.offload"
-    assert new_values(f"{offload}.params", value, everything) == {f"{engine(role)}.param_offload": value}
-    assert new_values(f"{offload}.optimizer", value, everything) == {f"{engine(role)}.optimizer_offload": value}
+    policy = {} if value else {f"{engine(role)}.offload_policy": False}  # which would keep both on the host
+    assert new_values(f"{offload}.params", value, everything) == {f"{engine(role)}.param_offload": value} | policy
+    keys = {f"{engine(role)}.optimizer_offload": value} | policy
+    assert new_values(f"{offload}.optimizer", value, everything) == keys
 
 
 @pytest.mark.parametrize(("role", "model"), [("actor", "actor_rollout_ref.model"), ("critic", "critic.model")])
@@ -118,6 +120,7 @@ def test_activations_that_shall_stay_switch_verls_own_offload_off(role, model, e
                 "critic.fsdp.micro_batch_size_per_gpu": 2,
                 "critic.fsdp.infer_micro_batch_size_per_gpu": 2,
                 "critic.ppo_micro_batch_size_per_gpu": 2,
+                "critic.use_dynamic_bsz": False,  # these two as what nothing may contradict
             },
         ),
     ],
@@ -535,6 +538,29 @@ CLASHES = [
     ("sharding.roles.critic.max_tokens", 4096, "critic.ppo_infer_max_token_len_per_gpu", "8192"),
     ("sharding.roles.rollout.batch_size", 8, f"{ROLLOUT}.max_num_seqs", "16"),
     ("sharding.roles.rollout.max_new_tokens", 64, "data.max_response_length", "128"),
+    ("sharding.roles.actor.offload.params", False, f"{ACTOR}.fsdp_config.offload_policy", "true"),
+    # ours acts in the place of these
+    (
+        "sharding.roles.critic.gradient_checkpointing",
+        {"policy": "full"},
+        "critic.model.enable_gradient_checkpointing",
+        "false",
+    ),
+    (
+        "sharding.roles.actor.offload.activations",
+        True,
+        "actor_rollout_ref.model.enable_activation_offload",
+        "false",
+    ),
+    (
+        "sharding.roles.critic.attn_implementation",
+        "sdpa",
+        "critic.model.override_config.attn_implementation",
+        "eager",
+    ),
+    ("sharding.roles.critic.micro_batch_size", 2, "critic.use_dynamic_bsz", "true"),
+    ("sharding.roles.critic.micro_batch_size", 2, "critic.ppo_micro_batch_size_per_gpu", "4"),
+    ("sharding.roles.critic.max_tokens", 65536, "critic.use_dynamic_bsz", "false"),
 ]
 
 

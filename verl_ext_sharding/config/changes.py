@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from verl_ext_sharding.config.arguments import as_argument, as_override
+from verl_ext_sharding.config.dtypes import full_dtype
 from verl_ext_sharding.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class KeyChange:
         why: The user's key or the fact that asks for it.
         old: Value before, filled in by `apply_changes`.
         default: The change stands in for a default: a value that the user wrote wins.
+        implied: Ours acts in the place of verl's key, which stays as it is; another value that the user wrote contradicts it.
         added: verl's config files have no such key, filled in by `apply_changes`: an override of it starts with `+`.
     """
 
@@ -34,6 +36,7 @@ class KeyChange:
     why: str
     old: Any = None
     default: bool = False
+    implied: bool = False
     added: bool = False
 
 
@@ -78,13 +81,15 @@ def apply_changes(config: DictConfig, changes: Iterable[KeyChange], explicit: Ma
     for change in changes:
         old = OmegaConf.select(config, change.key, default=None, throw_on_missing=False)
         old = OmegaConf.to_container(old) if isinstance(old, DictConfig | ListConfig) else old
-        if old == change.new:
+        if _same(old, change.new):
             continue
         written = [key for key in explicit if _differ(config, change, key, explicit[key])]
         if written and change.default:
             continue
         if written:
             refused.append((change, f"{written[0]}={explicit[written[0]]}"))
+            continue
+        if change.implied:
             continue
         added = not _exists(config, change.key)
         with open_dict(config):
@@ -94,6 +99,13 @@ def apply_changes(config: DictConfig, changes: Iterable[KeyChange], explicit: Ma
     if refused:
         raise _contradiction(refused)
     return applied
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal to verl, which reads a dtype in several spellings."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    return bool(full_dtype(one) == full_dtype(other))
 
 
 def _differ(config: DictConfig, change: KeyChange, key: str, text: str) -> bool:
@@ -114,7 +126,7 @@ def _differ(config: DictConfig, change: KeyChange, key: str, text: str) -> bool:
         wanted: Any = change.new
         for name in key.removeprefix(f"{change.key}.").split("."):
             wanted = wanted.get(name) if isinstance(wanted, Mapping) else None
-        return bool(OmegaConf.select(config, key, default=None, throw_on_missing=False) != wanted)
+        return not _same(OmegaConf.select(config, key, default=None, throw_on_missing=False), wanted)
     return False
 
 

@@ -28,6 +28,11 @@ _ITEM_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "fl
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
+def full_dtype(value: Any) -> Any:
+    """The full name of a dtype that verl reads in a shorter spelling (utils/torch_dtypes.py); any other value as it is."""
+    return _SPELLINGS.get(value, value) if isinstance(value, str) else value
+
+
 def stored_dtype(role: str, asked: Any) -> str:
     """The dtype in which verl's FSDP engine stores a role's weights, as the user spells it.
 
@@ -45,7 +50,7 @@ def compute_dtype(mixed_precision: Any) -> str:
         mixed_precision: The engine's block of that name, or None (workers/engine/fsdp/transformer_impl.py).
     """
     dtype = str((mixed_precision or {}).get("param_dtype", "bf16"))
-    return _SPELLINGS.get(dtype, dtype)
+    return str(full_dtype(dtype))
 
 
 def item_bytes(dtype: str) -> int | None:
@@ -107,7 +112,7 @@ def dtype_finding(
         key: The override to change; None: `sharding.roles.<role>.compute_dtype`.
         place: The device, in words.
     """
-    if capability is None or capability >= BFLOAT16_FROM or _SPELLINGS.get(dtype, dtype) != "bfloat16":
+    if capability is None or capability >= BFLOAT16_FROM or full_dtype(dtype) != "bfloat16":
         return None
     key = key or f"sharding.roles.{role}.compute_dtype"
     # weights that are trained in float16 lose small updates; stored weights of such a card are float32
@@ -189,9 +194,9 @@ def float16_notes(current: Mapping[str, Any], roles: Sequence[str]) -> list[str]
         block = ENGINE_BLOCK[role]
         stored = str(current.get(f"{block}.model_dtype") or "fp32")
         computed = str(current.get(f"{block}.mixed_precision.param_dtype") or "bf16")
-        if _SPELLINGS.get(stored, stored) != "float16":
+        if full_dtype(stored) != "float16":
             continue
-        scaled = _SPELLINGS.get(computed, computed) == "float16"
+        scaled = full_dtype(computed) == "float16"
         why = "Adam's states are float16 too, where its eps of 1e-8 is 0"
         if not scaled:
             why = f"verl scales the loss only for float16 computation, and here it is {computed}; {why}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext_sharding.config.changes import KeyChange
-from verl_ext_sharding.config.schema import ShardingConfig
+from verl_ext_sharding.config.schema import RoleConfig, ShardingConfig
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.job import TRAINED_ROLES, JobFacts
 
@@ -109,6 +109,7 @@ def _for_reference(request: ShardingConfig, current: Mapping[str, Any]) -> Itera
 
 def _for_critic(request: ShardingConfig, current: Mapping[str, Any]) -> Iterator[KeyChange]:
     critic = request.roles.critic
+    yield from _unread_of_critic(critic)
     size, old = _CRITIC.given(current)
     if size != old:
         return  # verl takes one of them, and the engine's own keys are what counts
@@ -124,6 +125,16 @@ def _for_critic(request: ShardingConfig, current: Mapping[str, Any]) -> Iterator
     elif follows and dynamic:
         why = "sharding.roles.actor.micro_batch_size (the critic keeps its token budget)"
         yield KeyChange(key=_CRITIC.dynamic, new=True, why=why)
+
+
+def _unread_of_critic(critic: RoleConfig) -> Iterator[KeyChange]:
+    """What the user wrote by keys of the critic that the v1 trainer does not read must not say otherwise."""
+    if critic.micro_batch_size is not None:
+        why = "sharding.roles.critic.micro_batch_size"
+        yield KeyChange(key=_CRITIC.dynamic, new=False, why=why, implied=True)
+        yield KeyChange(key=_CRITIC.key, new=critic.micro_batch_size, why=why, implied=True)
+    elif critic.max_tokens is not None:
+        yield KeyChange(key=_CRITIC.dynamic, new=True, why="sharding.roles.critic.max_tokens", implied=True)
 
 
 def _switches_off(request: ShardingConfig, current: Mapping[str, Any]) -> bool:

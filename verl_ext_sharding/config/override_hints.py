@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import fields
+import functools
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from omegaconf import DictConfig, Node, OmegaConf
@@ -14,7 +16,11 @@ from verl_ext_sharding.config.arguments import as_argument, as_override
 from verl_ext_sharding.config.schema import PLUGIN_NAME, ShardingConfig, unknown_key
 from verl_ext_sharding.config.translate import request_of
 from verl_ext_sharding.config.unread_keys import BLOCKS
+from verl_ext_sharding.config.verl_fields import fields_of
 from verl_ext_sharding.errors import ConfigError, did_you_mean
+
+_REWARD_MODEL = "reward.reward_model."
+_BLOCKS_OF_ROLES = ("actor_rollout_ref", "critic", "reward", "distillation")
 
 _MOST_PLACES = 2
 """How many keys are offered for one that stands in the wrong place; of more, none is likely to be meant."""
@@ -39,10 +45,10 @@ def explain(error: Exception, overrides: Iterable[Any], config: DictConfig) -> C
         return old_keys.refusal(answers)
     named = (o for o in overrides if f"'{o.key_or_group}'" in str(error) or o.input_line in str(error))
     refused = next(named, None)
-    return None if refused is None else _explain_one(refused, config, switched_on)
+    return None if refused is None else _explain_one(refused, overrides, config, switched_on)
 
 
-def _explain_one(override: Any, config: DictConfig, switched_on: bool) -> ConfigError | None:
+def _explain_one(override: Any, overrides: Sequence[Any], config: DictConfig, switched_on: bool) -> ConfigError | None:
     key, value = override.key_or_group, override.value()
     path, name, known = _first_missing(config, key, value)
     if name is None:
@@ -52,7 +58,7 @@ def _explain_one(override: Any, config: DictConfig, switched_on: bool) -> Config
         return _no_switch(key)
     if _is_ours(missing, value):
         if not known:
-            return _no_block(path, key, override.input_line)
+            return _no_block(path, key, overrides)
         error = unknown_key(path, name, known)
         meant = error.remedy.removeprefix("did you mean ").removesuffix("?")
         if meant != error.remedy and key.startswith(missing):  # else a block as a value has it
@@ -60,9 +66,13 @@ def _explain_one(override: Any, config: DictConfig, switched_on: bool) -> Config
         return error
     if not switched_on or override.is_delete():
         return None
+    if name in fields_of(str(OmegaConf.select(config, f"{path}._target_"))):
+        return _unlisted(key, override.input_line)
     close = did_you_mean(name, known, at_least=0.8)
     if close:
         return _misspelt(missing, f"{path}.{close}" if path else close, override.input_line)
+    if not known and isinstance(OmegaConf.select(config, path), DictConfig) and not _elsewhere(key, known_keys(config)):
+        return _unlisted(key, override.input_line)
     return _unknown(key, override.input_line, known_keys(config))
 
 
@@ -104,6 +114,17 @@ def _misspelt(wrong: str, right: str, line: str) -> ConfigError:
     )
 
 
+def _unlisted(key: str, line: str) -> ConfigError:
+    """The error for a key that verl reads and no yaml of verl's lists."""
+    return ConfigError(
+        key,
+        expected=f"+{key}, since verl's yaml does not list it",
+        found=key,
+        consequence="the run does not start",
+        remedy=as_argument(f"+{line}"),
+    )
+
+
 def _unknown(key: str, line: str, known: Collection[str]) -> ConfigError:
     """The error for a key that verl has nowhere, or elsewhere. Hydra would have it added, so that nothing reads it."""
     places = _elsewhere(key, known)
@@ -119,15 +140,31 @@ def _unknown(key: str, line: str, known: Collection[str]) -> ConfigError:
 
 
 def _elsewhere(key: str, known: Collection[str]) -> list[str]:
-    """Keys of verl's with the same end, such as `actor_rollout_ref.rollout.n` for `rollout.n`; none where many have it."""
+    """Keys of verl's with the same end, such as `actor_rollout_ref.rollout.n` for `rollout.n`; none where many have it.
+
+    Of several, those whose blocks are nearest: a key of one role is not offered for another's.
+    """
     parts = key.split(".")
     for start in range(len(parts)):
         end = ".".join(parts[start:])
-        found = [name for name in known if name.endswith(f".{end}") and name.partition(".")[0] not in BLOCKS]
-        found = [name for name in found if name.startswith(f"{parts[0]}.")] or found
+        found = [name for name in known if name.endswith(f".{end}") and not _is_elsewhere(name)]
+        depth = max((_shared(name, parts) for name in found), default=0)
+        if found and not depth and parts[0] in _BLOCKS_OF_ROLES:
+            return []
+        found = [name for name in found if _shared(name, parts) == depth]
         if found:
             return sorted(found) if len(found) <= _MOST_PLACES else []
     return []
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Whether a key of verl's is not read by its trainer, or by one engine of an extension alone."""
+    return name.partition(".")[0] in BLOCKS or ".turbo_config." in name
+
+
+def _shared(name: str, parts: Sequence[str]) -> int:
+    """How many blocks a key shares with another, from the top."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name.split("."), parts, strict=False))))
 
 
 def _is_ours(key: str, value: Any) -> bool:
@@ -137,18 +174,20 @@ def _is_ours(key: str, value: Any) -> bool:
     return meant or did_you_mean(first, ["sharding"]) is not None or key.startswith("trainer.plug")
 
 
-def _no_block(path: str, key: str, line: str) -> ConfigError:
-    """The error for a key below one that has no block: null, or a plain value."""
-    below = key.removeprefix(f"{path}.")
-    value = line.partition("=")[2]
-    for name in reversed(below.split(".")):
-        value = f"{{{name}:{value}}}"
+def _no_block(path: str, key: str, overrides: Iterable[Any]) -> ConfigError:
+    """The error for a key below one that has no block: null, or a plain value. Its other keys go into the same block."""
+    block: dict[str, Any] = {}
+    for override in overrides:
+        if override.key_or_group.startswith(f"{path}."):
+            *blocks, name = override.key_or_group.removeprefix(f"{path}.").split(".")
+            inner = functools.reduce(lambda here, below: here.setdefault(below, {}), blocks, block)
+            inner[name] = override.value()
     return ConfigError(
         key,
         expected=f"a value for {path} as a whole",
-        found=f"{path} is no block, so it has no {below}",
+        found=f"{path} is no block, so it has no {key.removeprefix(f'{path}.')}",
         consequence="the run does not start",
-        remedy=as_argument(f"{path}={value}"),
+        remedy=as_argument(f"{path}={as_override(block)}"),
     )
 
 
@@ -160,10 +199,19 @@ def _old_keys(overrides: Iterable[Any], config: DictConfig) -> list[old_keys.Ans
         is_there = _first_missing(config, override.key_or_group, override.value())[1] is None
         for key, text in _written(override):
             if not is_there:
-                found.append(old_keys.answer(key, text, known))
+                found.append(old_keys.answer(key, text, known) or _of_old_reward_model(key, text, known))
             elif text is not None and not override.is_delete():
                 found.append(old_keys.answer_unread(key.lstrip("+"), text, known))
     return [answer for answer in found if answer is not None]
+
+
+def _of_old_reward_model(key: str, text: str | None, known: Collection[str]) -> old_keys.Answer | None:
+    """What became of a key that the reward model had as a worker, and that stands in the block of today's."""
+    bare = key.lstrip("+")
+    if not bare.startswith(_REWARD_MODEL):
+        return None
+    answer = old_keys.answer(f"reward_model.{bare.removeprefix(_REWARD_MODEL)}", text, known)
+    return None if answer is None else replace(answer, key=key)
 
 
 def _written(override: Any) -> Iterator[tuple[str, str | None]]:

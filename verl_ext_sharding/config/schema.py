@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, Union
 
-from verl_ext_sharding.config.arguments import as_argument, as_override
+from verl_ext_sharding.config.arguments import as_argument
 from verl_ext_sharding.config.checkpointing_policy import read_policy
+from verl_ext_sharding.config.offers import instead, is_block, is_off, names_of, options_of
 from verl_ext_sharding.errors import ConfigError, did_you_mean
 
 PLUGIN_NAME = "sharding"
@@ -37,7 +37,7 @@ class CheckpointingConfig:
         keep: For `selective`: of "attention", "matmul" and "narrow_matmul", one or a list.
         budget: For `budget`: a share of the activation memory (0 to 1) or bytes as text ("4GiB").
         compile: For `budget`: whether layers may be compiled.
-        use_reentrant: Only false: reentrant checkpointing breaks activation offload and frozen inputs.
+        use_reentrant: Only false or null: reentrant checkpointing breaks activation offload and frozen inputs.
     """
 
     policy: PolicyName | None = None
@@ -45,10 +45,10 @@ class CheckpointingConfig:
     keep: list[Any] | str | None = None
     budget: float | str | None = None
     compile: bool | None = None
-    use_reentrant: bool = False
+    use_reentrant: bool | None = None
 
     def __post_init__(self) -> None:
-        read_policy(self.given() | {"use_reentrant": self.use_reentrant}, key="")
+        read_policy(dataclasses.asdict(self), key="")
 
     def given(self) -> dict[str, Any]:
         """The keys that were set."""
@@ -81,10 +81,10 @@ class RoleConfig:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "max_tokens"):
+        for name, least in (("micro_batch_size", "1"), ("max_tokens", "null")):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise _bad(name, "1 or more", value, f"{name}=1")
+                raise _bad(name, "1 or more, or null", value, f"{name}={least}")
         if self.gradient_checkpointing == "budget":
             remedy = "gradient_checkpointing={policy:budget,budget:0.5}"
             raise _bad("gradient_checkpointing", "a budget beside this policy", "budget alone", remedy)
@@ -249,11 +249,13 @@ def _build(cls: type[T], block: Any, path: str) -> T:
     if not isinstance(block, Mapping):
         raise _bad(path, "a block of keys", block, f"{path}.<key>=<value>")
     hints = typing.get_type_hints(cls)
-    names = _names(cls)
+    names = names_of(cls)
     values: dict[str, Any] = {}
     for name, value in block.items():
         if name not in names:
             raise unknown_key(path, str(name), names)
+        if cls is CheckpointingConfig and name == "policy" and is_off(value):
+            raise _bad(f"{path}.policy", "a policy, or false in place of the block", value, f"{path}=false")
         values[str(name)] = _convert(hints[str(name)], value, f"{path}.{name}")
     try:
         return cls(**values)
@@ -267,29 +269,22 @@ def _build(cls: type[T], block: Any, path: str) -> T:
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
     """Checks one value against a type hint; nested dataclasses are built, everything else is returned as it is."""
-    options = _options(hint)
+    options = options_of(hint)
     if value is False and "off" in options:
         value = "off"  # YAML 1.1 reads a bare `off` as false
-    if value is None and _is_block(options[0]):
+    if value is None and is_block(options[0]):
         return options[0]()  # null leaves verl alone, a whole block as well as a key
     for option in options:
-        if _is_block(option) and isinstance(value, Mapping):
+        if is_block(option) and isinstance(value, Mapping):
             return _build(option, value, path)
         if _matches(option, value):
             return float(value) if option is float else value
-    raise _bad(path, " or ".join(dict.fromkeys(map(_spell, options))), value, f"{path}{_instead(options, value)}")
-
-
-def _is_block(option: Any) -> bool:
-    return isinstance(option, type) and dataclasses.is_dataclass(option)
-
-
-def _options(hint: Any) -> list[Any]:
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return [option for part in typing.get_args(hint) for option in _options(part)]
-    if typing.get_origin(hint) is Literal:
-        return list(typing.get_args(hint))
-    return [hint]
+    expected = " or ".join(dict.fromkeys(map(_spell, options)))
+    if OffloadConfig in options and value is True and path.split(".")[2] in ("actor", "critic"):
+        remedy = as_argument(f"{path}={{params:true,optimizer:true}}")
+    else:
+        remedy = as_argument(f"{path}{instead(options, value)}")
+    raise _bad(path, expected, value, remedy)
 
 
 def _matches(option: Any, value: Any) -> bool:
@@ -328,44 +323,6 @@ def _spell(option: Any) -> str:
     return str(option)
 
 
-_SWITCHES = {"true": ("1", "yes", "on", "enable", "enabled"), "false": ("0", "no", "off", "disable", "disabled")}
-"""Words for true and false that Hydra reads as text or numbers."""
-
-
-def _instead(options: list[Any], value: Any) -> str:
-    """What may stand behind a key instead of a value, as near to it as there is."""
-    if (
-        _is_block(options[0])
-        and "devices" in _names(options[0])
-        and isinstance(value, int | list)
-        and not isinstance(value, bool)
-    ):
-        return f".devices={as_override(value)}"
-    text, words = str(value).lower(), [option for option in options if isinstance(option, str)]
-    switch = next((name for name, spellings in _SWITCHES.items() if text in spellings), None)
-    if bool in options and switch:
-        return f"={switch}"
-    if int in options and isinstance(value, float) and value.is_integer():
-        return f"={int(value)}"
-    close = did_you_mean(text, words, at_least=0.5) or next(
-        (word for word in words if text and word.startswith(text)), None
-    )
-    return f"={close}" if close else _example(options)
-
-
-def _example(options: list[Any]) -> str:
-    """What may stand behind a key: a value with its `=`, or the first key of a block with one."""
-    if _is_block(options[0]):
-        first = dataclasses.fields(options[0])[0].name
-        return f".{first}{_example(_options(typing.get_type_hints(options[0])[first]))}"
-    for option in options:
-        if isinstance(option, str):
-            return f"={option}"
-    examples = {list: "[0]", bool: "true", int: "1", float: "0.5", str: "<text>"}
-    plain = [typing.get_origin(option) or option for option in options]
-    return "=" + next((examples[option] for option in plain if option in examples), "null")
-
-
 def _differences(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any]]:
     for f in dataclasses.fields(value):
         here, there = getattr(value, f.name), getattr(default, f.name)
@@ -382,6 +339,15 @@ _ALIASES = {
     "reward_model": "reward",
     "gpus": "devices",
     "gpu": "devices",
+    "param_offload": "params",
+    "params_offload": "params",
+    "offload_params": "params",
+    "offload_param": "params",
+    "optimizer_offload": "optimizer",
+    "offload_optimizer": "optimizer",
+    "activation_offload": "activations",
+    "offload_activation": "activations",
+    "offload_activations": "activations",
 }
 """What others call a role or a key, and its name here."""
 
@@ -390,7 +356,7 @@ def unknown_key(path: str, name: str, known: list[str]) -> ConfigError:
     """The error for a key that doesn't exist, with the key that was probably meant."""
     prefix = f"{path}." if path else ""
     alias = _ALIASES.get(name.lower())
-    meant = alias if alias in known else _in_block(path, name) or did_you_mean(name, known)
+    meant = alias if alias in known else _in_block(path, alias or name) or did_you_mean(name, known)
     return ConfigError(
         f"{prefix}{name}: no such key",
         expected=f"one of {', '.join(known)}",
@@ -408,7 +374,7 @@ def _in_block(path: str, name: str) -> str | None:
     blocks = {"": here} if here else {}
     while blocks:  # the nearest first
         blocks = {f"{above}{own}.": block for above, cls in blocks.items() for own, block in _blocks(cls).items()}
-        found = next((f"{above}{name}" for above, cls in blocks.items() if name in _names(cls)), None)
+        found = next((f"{above}{name}" for above, cls in blocks.items() if name in names_of(cls)), None)
         if found is not None:
             return found
     return None
@@ -416,12 +382,8 @@ def _in_block(path: str, name: str) -> str | None:
 
 def _blocks(cls: Any) -> dict[str, Any]:
     """The keys of a block that are blocks themselves."""
-    options = {name: _options(hint) for name, hint in typing.get_type_hints(cls).items()}
-    return {name: block for name, choices in options.items() for block in choices if _is_block(block)}
-
-
-def _names(cls: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
+    options = {name: options_of(hint) for name, hint in typing.get_type_hints(cls).items()}
+    return {name: block for name, choices in options.items() for block in choices if is_block(block)}
 
 
 def _bad(path: str, expected: str, found: Any, remedy: str) -> ConfigError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -125,9 +126,7 @@ def _engine_of(current: Mapping[str, Any]) -> str:
 def _renamed(change: KeyChange) -> KeyChange:
     for ppo, sft in _NAMES.items():
         if change.key == ppo or change.key.startswith(f"{ppo}."):
-            return KeyChange(
-                key=sft + change.key.removeprefix(ppo), new=change.new, why=change.why, default=change.default
-            )
+            return replace(change, key=sft + change.key.removeprefix(ppo))
     raise AssertionError(f"{change.key} has no name in SFT")
 
 

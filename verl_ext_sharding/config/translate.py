@@ -114,9 +114,16 @@ def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[Key
         yield KeyChange(key=f"{engine}.mixed_precision", new=precision, why=f"{prefix}.compute_dtype")
     if role == "ref" and (config.gradient_checkpointing or config.offload.activations or config.offload.optimizer):
         raise _no_backward(prefix)
-    if isinstance(config.gradient_checkpointing, bool) and role != "ref":
+    alone = role == "actor" and (
+        facts.ref_in_actor or "ref" not in facts.engines
+    )  # else the key is its reference's too
+    if config.attn_implementation is not None and (alone or role == "critic"):
+        key = f"{MODEL_BLOCK[role]}.override_config.attn_implementation"
+        yield KeyChange(key=key, new=config.attn_implementation, why=f"{prefix}.attn_implementation", implied=True)
+    if config.gradient_checkpointing is not None and role != "ref":
         key = f"{MODEL_BLOCK[role]}.enable_gradient_checkpointing"
-        yield KeyChange(key=key, new=config.gradient_checkpointing, why=f"{prefix}.gradient_checkpointing")
+        on, ours = config.gradient_checkpointing is not False, not isinstance(config.gradient_checkpointing, bool)
+        yield KeyChange(key=key, new=on, why=f"{prefix}.gradient_checkpointing", implied=ours)
     spread = config.layout == "device_map"
     if config.offload.params is not None and (role != "ref" or spread):
         yield KeyChange(key=f"{engine}.param_offload", new=config.offload.params, why=f"{prefix}.offload.params")
@@ -124,13 +131,16 @@ def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[Key
         key = f"{engine}.optimizer_offload"
         between_phases = config.offload.optimizer is True  # "step" is ours, and leaves nothing for verl to move
         yield KeyChange(key=key, new=between_phases, why=f"{prefix}.offload.optimizer")
+    if False in (config.offload.params, config.offload.optimizer) and role != "ref":
+        name = "params" if config.offload.params is False else "optimizer"
+        yield KeyChange(key=f"{engine}.offload_policy", new=False, why=f"{prefix}.offload.{name}")
     # ours take the place of verl's own fused kernels; the key is the actor's too, and the reference's engine needs none
     if role == "actor" and getattr(config, "logits", None) is not None:
         key = "actor_rollout_ref.model.use_fused_kernels"
         yield KeyChange(key=key, new=False, why=f"{prefix}.logits")
-    if config.offload.activations is False and role != "ref":
-        key = f"{MODEL_BLOCK[role]}.enable_activation_offload"
-        yield KeyChange(key=key, new=False, why=f"{prefix}.offload.activations")
+    if config.offload.activations is not None and role != "ref":
+        key, on = f"{MODEL_BLOCK[role]}.enable_activation_offload", config.offload.activations
+        yield KeyChange(key=key, new=on, why=f"{prefix}.offload.activations", implied=on)
     if config.micro_batch_size is not None and config.max_tokens is not None:
         raise _two_micro_batches(prefix)
     if config.micro_batch_size is not None:
