@@ -324,7 +324,90 @@ def test_parallel_sizes_that_leave_processes_out_are_refused_with_some_that_do_n
     ],
 )
 def test_engines_that_cut_their_batches_otherwise_are_not_held_to_them(prepare, engine):
-    prepare(*engine, *FIXED, "data.train_batch_size=7", "data.max_length=16384", **ranks(4))
+    plan, _ = prepare(*engine, *FIXED, "data.train_batch_size=7", "data.max_length=16384", **ranks(4))
+    assert plan.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("engine", "trained", "each"),
+    [
+        ([], 4, "each of 4 ranks takes 1"),
+        ([*MEGATRON, "engine.tensor_model_parallel_size=2"], 6, "each of 2 ranks takes 3"),
+    ],
+)
+def test_samples_that_no_rank_takes_are_told(prepare, engine, trained, each):
+    plan, _ = prepare(*engine, "data.train_batch_size=7", **ranks(4))
+    assert plan.notes == (f"a step trains {trained} samples, not data.train_batch_size=7: {each}",)
+    assert prepare(*engine, f"data.train_batch_size={trained}", **ranks(4))[0].notes == ()
+
+
+# What verl does otherwise than a key says
+
+POLICY = ["engine.strategy=fsdp2", "engine.offload_policy=True"]
+SLOW = "with offload_policy the optimizer steps on the CPU, slower than on the device"
+
+
+@pytest.mark.parametrize(
+    ("flags", "dropped"),
+    [
+        (["engine.param_offload=True"], "param_offload"),
+        (["engine.param_offload=True", "engine.optimizer_offload=True"], "param_offload and optimizer_offload"),
+        ([f"{ACTOR}.offload.params=true"], "param_offload"),
+        ([f"{ACTOR}.offload.params=true", f"{ACTOR}.offload.optimizer=step"], "param_offload and optimizer_offload"),
+    ],
+)
+def test_offload_flags_that_the_policy_drops_are_told(prepare, flags, dropped):
+    plan, _ = prepare(*POLICY, *flags)
+    wins = f"engine.offload_policy wins on FSDP2: verl keeps it alone and drops {dropped} (verl#5995)"
+    assert plan.notes == (wins, SLOW)
+
+
+def test_the_policy_on_fsdp1_is_told_to_have_no_effect_with_the_keys_that_have_one(prepare):
+    (note,) = prepare("engine.offload_policy=True")[0].notes
+    assert note.startswith("engine.offload_policy has no effect on FSDP1")
+    assert note.endswith("write engine.param_offload=True engine.optimizer_offload=True, or engine.strategy=fsdp2")
+    assert prepare("engine.param_offload=True", "engine.optimizer_offload=True")[0].notes == ()
+    assert prepare("engine.offload_policy=True", "engine.strategy=fsdp2")[0].notes == (SLOW,)
+
+
+def test_the_policy_without_resharding_is_refused_with_ways_out(prepare):
+    flags = [*POLICY, "engine.reshard_after_forward=False"]
+    error = refusal(prepare, *flags)
+    assert "verl#4974" in error.consequence
+    for way in error.remedy.split(", or "):
+        prepare(*flags, *way.split())
+
+
+def test_weights_trained_in_float16_are_told(prepare):
+    (note,) = prepare("engine.model_dtype=fp16")[0].notes
+    assert note.startswith("actor trains weights stored in float16: verl scales the loss only for float16 computation")
+    assert prepare(f"{ACTOR}.dtype=float32", f"{ACTOR}.compute_dtype=float16")[0].notes == ()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["engine.param_offload=True", "engine.reshard_after_forward=False"],
+        ["trainer.device=cpu", *POLICY],
+        [*AUTOMODEL, "engine.model_dtype=fp16"],  # which does not scale as FSDP's engine does
+    ],
+)
+def test_what_does_as_it_says_is_not_told(prepare, overrides):
+    assert prepare(*overrides)[0].notes == ()
+
+
+def test_rank_0_alone_prints_the_notes(monkeypatch, capsys, compose):
+    config = compose(*POLICY, config_name="sft_trainer_engine")
+    monkeypatch.setattr(sft, "_select_device", lambda config, ranks: None)
+    monkeypatch.setattr(sft.loading, "install_for_roles", lambda spec: None)
+    monkeypatch.setattr(sft, "_communication", None)
+    monkeypatch.setattr(sft.logging.getLogger("verl_ext_sharding"), "setLevel", lambda level: None)
+    monkeypatch.setattr(Program, "current", lambda: PROGRAM)
+    for rank in (0, 1):
+        monkeypatch.setattr(sft.os, "environ", ranks(2, rank=rank))
+        sft.launch(lambda config: None, config)
+        assert (f"  - {SLOW}" in capsys.readouterr().out) is (rank == 0)
 
 
 def test_both_kinds_of_micro_batch_at_once_are_refused(prepare):

@@ -13,9 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange
+from verl_ext_sharding.config.dtypes import float16_notes
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, handled_keys
+from verl_ext_sharding.config.offload import offload_notes
 from verl_ext_sharding.config.schema import ShardingConfig
-from verl_ext_sharding.config.sft_batches import SAMPLES, TOKENS, check_batches
+from verl_ext_sharding.config.sft_batches import SAMPLES, TOKENS, batch_notes, check_batches
 from verl_ext_sharding.config.translate import refuse_unsupported, role_changes
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts
@@ -33,6 +35,9 @@ _NAMES = {
     "actor_rollout_ref.model": "model",
 }
 """A key or block of the actor in PPO, and where SFT has it."""
+
+_BLOCKS = {ROLE: _NAMES[ENGINE_BLOCK[ROLE]]}
+"""Where SFT has the engine of its one role."""
 
 _BATCH_NAMES = {SAMPLES: "micro_batch_size", TOKENS: "max_tokens"}
 """A key of micro-batches, and its name in a role's block."""
@@ -92,6 +97,24 @@ def translate(request: ShardingConfig, current: Mapping[str, Any], num_ranks: in
     asked_by = {key: f"{_PREFIX}.{name}" for key, name in _BATCH_NAMES.items() if getattr(actor, name) is not None}
     check_batches(engine, {**current, **{change.key: change.new for change in changes}}, num_ranks, asked_by)
     return changes
+
+
+def notes(request: ShardingConfig, current: Mapping[str, Any], num_ranks: int) -> list[str]:
+    """One sentence for each key that verl reads otherwise than its name says.
+
+    Args:
+        request: The user's request.
+        current: verl's resolved values by dotted key, with what the request set.
+        num_ranks: Processes of the job, 1 or more.
+
+    Raises:
+        ConfigError: Offload flags that break the run together, or that ask for what verl can't do.
+    """
+    engine = _engine_of(current)
+    said = offload_notes(request, _facts(engine, num_ranks), current, blocks=_BLOCKS)
+    if engine in _FSDP:
+        said += float16_notes(current, [ROLE], _BLOCKS)
+    return said + batch_notes(engine, current, num_ranks)
 
 
 def _facts(engine: str, num_ranks: int) -> JobFacts:

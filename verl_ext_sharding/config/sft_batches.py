@@ -62,6 +62,26 @@ def check_batches(engine: str, values: Mapping[str, Any], num_ranks: int, asked_
         _check_micro_batch(asked_by.get(SAMPLES, SAMPLES), samples, batch, parallel)
 
 
+def batch_notes(engine: str, values: Mapping[str, Any], num_ranks: int) -> list[str]:
+    """What a step trains, where it is less than the batch that was asked for.
+
+    Args:
+        engine: verl's name of the engine.
+        values: verl's resolved values by dotted key, which `check_batches` accepts.
+        num_ranks: Processes of the job.
+    """
+    if engine not in _PARALLEL or _schedules_itself(values):
+        return []
+    parallel = num_ranks // math.prod(_sizes(engine, values).values())
+    batch = values[_BATCH]
+    if batch % parallel == 0:
+        return []
+    trained = batch - batch % parallel
+    return [
+        f"a step trains {trained} samples, not {_BATCH}={batch}: each of {parallel} ranks takes {trained // parallel}"
+    ]
+
+
 def _sizes(engine: str, values: Mapping[str, Any]) -> dict[str, int]:
     """The engine's parallel sizes by key."""
     keys = [f"engine.{name}" for name in _PARALLEL[engine]]
