@@ -52,12 +52,14 @@ class SftPlan:
         ranks: The process's place among the others.
         changes: verl's keys that were set.
         spec: The run's spec, as a Ray worker would be given it.
+        notes: What verl does otherwise than its keys say.
     """
 
     request: ShardingConfig
     ranks: Ranks
     changes: tuple[KeyChange, ...]
     spec: RunSpec
+    notes: tuple[str, ...] = ()
 
 
 def prepare(
@@ -86,8 +88,9 @@ def prepare(
     with resolving(config):
         _check_added(config, explicit, added)
         request, applied = _apply_request(config, explicit, environ, ranks)
-        seed = OmegaConf.select(config, "trainer.seed", default=None)
-    return SftPlan(request=request, ranks=ranks, changes=tuple(applied), spec=_spec(request, ranks, seed))
+        notes = sft.notes(request, values_of(config), ranks.world_size)
+        spec = _spec(request, ranks, OmegaConf.select(config, "trainer.seed", default=None))
+    return SftPlan(request=request, ranks=ranks, changes=tuple(applied), spec=spec, notes=tuple(notes))
 
 
 def _apply_request(
@@ -156,6 +159,7 @@ def launch(stock: Callable[..., Any], config: DictConfig) -> Any:
         os.environ.update(plan.ranks.as_env())
     if plan.ranks.rank == 0:
         render.show_changes(plan.changes)
+        render.show_notes(plan.notes)
     else:
         logging.getLogger("verl_ext_sharding").setLevel(logging.WARNING)  # once is enough, rank 0 says the same
     _select_device(config, plan.ranks)

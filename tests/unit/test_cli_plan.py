@@ -219,6 +219,13 @@ def test_a_plan_of_sft_for_programs_has_the_keys_of_any_plan(shown):
     assert [(change["key"], change["new"]) for change in data["changes"]] == [("engine.param_offload", True)]
 
 
+def test_a_plan_of_sft_tells_what_verl_does_otherwise_than_its_keys_say(shown):
+    policy = "engine.strategy=fsdp2", "engine.offload_policy=True"
+    said = "with offload_policy the optimizer steps on the CPU, slower than on the device"
+    assert f"  - {said}" in shown(*SFT, *policy)
+    assert json.loads(shown("--json", *SFT, *policy))["notes"][1:] == [said]
+
+
 @pytest.mark.parametrize(
     ("override", "parts"),
     [

@@ -415,9 +415,9 @@ REMOVED_FROM_SFT = [
 
 
 @functools.cache
-def sft_tree() -> frozenset[str]:
+def sft_tree(engine: str = "fsdp") -> frozenset[str]:
     with initialize_config_dir(config_dir=config_dir(), version_base=None):
-        return frozenset(_walk(compose("sft_trainer_engine")))
+        return frozenset(_walk(compose("sft_trainer_engine", overrides=[f"engine={engine}", f"optim={engine}"])))
 
 
 @pytest.mark.parametrize("key", REMOVED_FROM_SFT)
@@ -428,6 +428,51 @@ def test_every_key_that_sft_lost_is_answered_with_one_that_it_has_or_a_reason(ke
     assert found.reason
     assert not found.reason.endswith(".")
     assert found.new_key is None or found.new_key in sft_tree()
+
+
+@pytest.mark.parametrize(
+    ("written", "remedy"),
+    [
+        ("model.fsdp_config.cpu_offload=True", "write engine.strategy=fsdp2 engine.offload_policy=True"),
+        ("model.fsdp_config.cpu_offload=False", "write engine.offload_policy=False"),
+        (
+            "model.strategy=fsdp model.fsdp_config.cpu_offload=False",
+            "write engine.strategy=fsdp engine.offload_policy=False",
+        ),
+        (
+            "model.strategy=fsdp model.fsdp_config.cpu_offload=True",
+            "write engine.strategy=fsdp2 engine.offload_policy=True",
+        ),
+        ("data.micro_batch_size=4", "write data.use_dynamic_bsz=False data.micro_batch_size_per_gpu=<samples>"),
+        ("data.micro_batch_size=null", "remove data.micro_batch_size"),
+        ("optim.lr_scheduler=cosine", "write optim.lr_scheduler_type=cosine"),
+        ("optim.lr_scheduler=wsd", "write optim.lr_scheduler_type=<value>"),
+        ("model.fsdp_config.wrap_policy.min_num_params=2", "write engine.wrap_policy.min_num_params=2"),
+        (
+            "model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=[A]",
+            "write +engine.wrap_policy.transformer_layer_cls_to_wrap=[A]",
+        ),
+    ],
+)
+def test_what_takes_the_place_of_an_old_key_of_sft_acts_as_the_key_did(written, remedy):
+    """verl's defaults, `engine.strategy=fsdp` and `data.use_dynamic_bsz=True`, would leave some of them without effect."""
+    answers = [answer(*line.split("="), sft_tree()) for line in written.split()]
+    error = refusal(answers)
+    assert error.remedy == remedy
+    typed = [line.replace("<samples>", "2") for line in remedy.split()[1:] if "<value>" not in line]
+    with initialize_config_dir(config_dir=config_dir(), version_base=None):
+        compose("sft_trainer_engine", overrides=typed if remedy.startswith("write") else [])
+
+
+def test_the_old_flag_of_parameters_names_what_offloads_them():
+    found = answer("model.fsdp_config.offload_params", "True", sft_tree())
+    assert "offload_policy acts with engine.strategy=fsdp2 alone, for parameters too" in found.reason
+
+
+def test_a_key_is_not_answered_with_one_of_another_meaning_because_it_is_spelt_alike():
+    megatron = sft_tree("megatron")
+    assert "engine.forward_only" in megatron
+    assert answer("model.fsdp_config.cpu_offload", "True", megatron).remedy == "remove model.fsdp_config.cpu_offload"
 
 
 def test_keys_of_ppo_and_of_sft_are_not_mistaken_for_each_other():

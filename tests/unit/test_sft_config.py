@@ -173,7 +173,7 @@ def test_what_happens_anyway_or_acts_elsewhere_is_accepted(prepare, setting):
 
 def test_settings_of_the_model_need_the_fsdp_engine(prepare):
     error = refusal(prepare, f"{ACTOR}.dtype=bfloat16", "engine=megatron", "optim=megatron")
-    assert error.found == "McoreEngineConfig"
+    assert error.found == "megatron"
     assert "engine=fsdp" in error.expected
 
 
@@ -223,6 +223,191 @@ def test_verls_own_keys_of_batches_are_held_to_the_same(overrides, subject, reme
     assert error.subject == subject
     assert error.remedy.split(", or ")[0] == remedy
     prepare(*overrides, remedy, **ranks(4))
+
+
+MEGATRON, VEOMNI, TORCHTITAN, AUTOMODEL = (
+    [f"engine={name}", f"optim={name}"] for name in ("megatron", "veomni", "torchtitan", "automodel")
+)
+SHARDS = "engine.data_parallel_shard_size"
+
+
+@pytest.mark.parametrize(
+    ("engine", "longest"),
+    [
+        (["engine.strategy=fsdp2", "engine.ulysses_sequence_parallel_size=2"], 8192 * 2),
+        (MEGATRON, 8192),
+        ([*MEGATRON, "engine.context_parallel_size=2"], 8192 * 2),
+        ([*MEGATRON, "engine.tensor_model_parallel_size=2", "engine.pipeline_model_parallel_size=2"], 8192),
+        (VEOMNI, 8192),
+        ([*VEOMNI, "engine.ulysses_parallel_size=4"], 8192 * 4),
+        ([*TORCHTITAN, f"{SHARDS}=4"], 8192),
+        ([*TORCHTITAN, f"{SHARDS}=2", "engine.tensor_parallel_size=2"], 8192 * 2),
+        (AUTOMODEL, 8192),
+        ([*AUTOMODEL, "engine.tp_size=2", "engine.cp_size=2"], 8192),
+    ],
+)
+def test_each_engine_is_held_to_the_longest_sequence_that_its_token_budget_takes(prepare, engine, longest):
+    prepare(*engine, f"data.max_length={longest}", **ranks(4))
+    error = refusal(prepare, *engine, f"data.max_length={longest + 1}", **ranks(4))
+    assert error.subject == "data.max_token_len_per_gpu"
+    for way in error.remedy.split(", or "):
+        prepare(*engine, f"data.max_length={longest + 1}", way, **ranks(4))
+
+
+FIXED = ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=3"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "per_rank"),
+    [
+        ([], 6),
+        (MEGATRON, 6),
+        ([*MEGATRON, "engine.tensor_model_parallel_size=2"], 12),
+        ([*MEGATRON, "engine.tensor_model_parallel_size=2", "engine.context_parallel_size=2"], 24),
+        (VEOMNI, 6),
+        ([*VEOMNI, "engine.ulysses_parallel_size=2"], 12),
+        ([*TORCHTITAN, f"{SHARDS}=2", "engine.data_parallel_replicate_size=2"], 6),
+        ([*TORCHTITAN, f"{SHARDS}=2", "engine.pipeline_parallel_size=2"], 12),
+        (AUTOMODEL, 6),
+        ([*AUTOMODEL, "engine.tp_size=2"], 12),
+        ([*AUTOMODEL, "engine.tp_size=2", "engine.distributed_strategy=megatron_fsdp"], 12),
+        ([*AUTOMODEL, "engine.tp_size=2", "engine.distributed_strategy=ddp"], 6),
+        ([*AUTOMODEL, "engine.tp_size=null"], 6),
+    ],
+)
+def test_each_engine_is_held_to_what_its_data_parallel_rank_gets(prepare, engine, per_rank):
+    parallel = 24 // per_rank
+    prepare(*engine, *FIXED, "data.train_batch_size=24", **ranks(4))
+    error = refusal(prepare, *engine, *FIXED, f"data.train_batch_size={2 * parallel}", **ranks(4))
+    assert error.remedy == "data.micro_batch_size_per_gpu=2"
+    prepare(*engine, *FIXED, f"data.train_batch_size={2 * parallel}", error.remedy, **ranks(4))
+    if parallel > 1:
+        error = refusal(prepare, *engine, f"data.train_batch_size={parallel - 1}", **ranks(4))
+        assert error.remedy == f"data.train_batch_size={parallel}"
+
+
+@pytest.mark.parametrize(
+    ("engine", "subject", "remedy"),
+    [
+        (
+            [*MEGATRON, "engine.tensor_model_parallel_size=3"],
+            "engine.tensor_model_parallel_size",
+            "engine.tensor_model_parallel_size=1",
+        ),
+        (
+            [*MEGATRON, "engine.tensor_model_parallel_size=4", "engine.pipeline_model_parallel_size=2"],
+            "engine.tensor_model_parallel_size x engine.pipeline_model_parallel_size",
+            "engine.pipeline_model_parallel_size=1",
+        ),
+        ([*VEOMNI, "engine.ulysses_parallel_size=6"], "engine.ulysses_parallel_size", "engine.ulysses_parallel_size=2"),
+        ([*AUTOMODEL, "engine.cp_size=3"], "engine.cp_size", "engine.cp_size=1"),
+        (TORCHTITAN, SHARDS, f"{SHARDS}=4"),
+        (
+            [*TORCHTITAN, "engine.tensor_parallel_size=6", "engine.data_parallel_replicate_size=4"],
+            "engine.tensor_parallel_size",
+            f"engine.tensor_parallel_size=2 {SHARDS}=2 engine.data_parallel_replicate_size=1",
+        ),
+    ],
+)
+def test_parallel_sizes_that_leave_processes_out_are_refused_with_some_that_do_not(prepare, engine, subject, remedy):
+    error = refusal(prepare, *engine, **ranks(4))
+    assert (error.subject, error.remedy) == (subject, remedy)
+    prepare(*engine, *remedy.split(), **ranks(4))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        [*MEGATRON, "engine.dynamic_context_parallel=True", "engine.max_seqlen_per_dp_cp_rank=4096"],
+        ["engine.strategy=fsdp_turbo"],
+        ["engine.strategy=of_my_own"],
+    ],
+)
+def test_engines_that_cut_their_batches_otherwise_are_not_held_to_them(prepare, engine):
+    plan, _ = prepare(*engine, *FIXED, "data.train_batch_size=7", "data.max_length=16384", **ranks(4))
+    assert plan.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("engine", "trained", "each"),
+    [
+        ([], 4, "each of 4 ranks takes 1"),
+        ([*MEGATRON, "engine.tensor_model_parallel_size=2"], 6, "each of 2 ranks takes 3"),
+    ],
+)
+def test_samples_that_no_rank_takes_are_told(prepare, engine, trained, each):
+    plan, _ = prepare(*engine, "data.train_batch_size=7", **ranks(4))
+    assert plan.notes == (f"a step trains {trained} samples, not data.train_batch_size=7: {each}",)
+    assert prepare(*engine, f"data.train_batch_size={trained}", **ranks(4))[0].notes == ()
+
+
+# What verl does otherwise than a key says
+
+POLICY = ["engine.strategy=fsdp2", "engine.offload_policy=True"]
+SLOW = "with offload_policy the optimizer steps on the CPU, slower than on the device"
+
+
+@pytest.mark.parametrize(
+    ("flags", "dropped"),
+    [
+        (["engine.param_offload=True"], "param_offload"),
+        (["engine.param_offload=True", "engine.optimizer_offload=True"], "param_offload and optimizer_offload"),
+        ([f"{ACTOR}.offload.params=true"], "param_offload"),
+        ([f"{ACTOR}.offload.params=true", f"{ACTOR}.offload.optimizer=step"], "param_offload and optimizer_offload"),
+    ],
+)
+def test_offload_flags_that_the_policy_drops_are_told(prepare, flags, dropped):
+    plan, _ = prepare(*POLICY, *flags)
+    wins = f"engine.offload_policy wins on FSDP2: verl keeps it alone and drops {dropped} (verl#5995)"
+    assert plan.notes == (wins, SLOW)
+
+
+def test_the_policy_on_fsdp1_is_told_to_have_no_effect_with_the_keys_that_have_one(prepare):
+    (note,) = prepare("engine.offload_policy=True")[0].notes
+    assert note.startswith("engine.offload_policy has no effect on FSDP1")
+    assert note.endswith("write engine.param_offload=True engine.optimizer_offload=True, or engine.strategy=fsdp2")
+    assert prepare("engine.param_offload=True", "engine.optimizer_offload=True")[0].notes == ()
+    assert prepare("engine.offload_policy=True", "engine.strategy=fsdp2")[0].notes == (SLOW,)
+
+
+def test_the_policy_without_resharding_is_refused_with_ways_out(prepare):
+    flags = [*POLICY, "engine.reshard_after_forward=False"]
+    error = refusal(prepare, *flags)
+    assert "verl#4974" in error.consequence
+    for way in error.remedy.split(", or "):
+        prepare(*flags, *way.split())
+
+
+def test_weights_trained_in_float16_are_told(prepare):
+    (note,) = prepare("engine.model_dtype=fp16")[0].notes
+    assert note.startswith("actor trains weights stored in float16: verl scales the loss only for float16 computation")
+    assert prepare(f"{ACTOR}.dtype=float32", f"{ACTOR}.compute_dtype=float16")[0].notes == ()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["engine.param_offload=True", "engine.reshard_after_forward=False"],
+        ["trainer.device=cpu", *POLICY],
+        [*AUTOMODEL, "engine.model_dtype=fp16"],  # which does not scale as FSDP's engine does
+    ],
+)
+def test_what_does_as_it_says_is_not_told(prepare, overrides):
+    assert prepare(*overrides)[0].notes == ()
+
+
+def test_rank_0_alone_prints_the_notes(monkeypatch, capsys, compose):
+    config = compose(*POLICY, config_name="sft_trainer_engine")
+    monkeypatch.setattr(sft, "_select_device", lambda config, ranks: None)
+    monkeypatch.setattr(sft.loading, "install_for_roles", lambda spec: None)
+    monkeypatch.setattr(sft, "_communication", None)
+    monkeypatch.setattr(sft.logging.getLogger("verl_ext_sharding"), "setLevel", lambda level: None)
+    monkeypatch.setattr(Program, "current", lambda: PROGRAM)
+    for rank in (0, 1):
+        monkeypatch.setattr(sft.os, "environ", ranks(2, rank=rank))
+        sft.launch(lambda config: None, config)
+        assert (f"  - {SLOW}" in capsys.readouterr().out) is (rank == 0)
 
 
 def test_both_kinds_of_micro_batch_at_once_are_refused(prepare):

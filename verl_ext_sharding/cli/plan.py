@@ -103,7 +103,9 @@ def _show_sft(config: DictConfig, overrides: Sequence[str], *, as_json: bool) ->
         shares="none",
     )
     note = f"torchrun or accelerate launch starts a process on each device; planned are {_NODES}={nodes} of "
-    table = PlacementTable(rows=(row,), notes=(f"{note}{_DEVICES}={devices}, which SFT itself does not read",))
+    table = PlacementTable(
+        rows=(row,), notes=(f"{note}{_DEVICES}={devices}, which SFT itself does not read", *plan.notes)
+    )
     if as_json:
         changes = [asdict(change) for change in plan.changes]
         render.show_json({**table.as_dict(), "layers": [], "changes": changes})

@@ -66,7 +66,12 @@ def show_placement(placement: PlacementTable, title: str = "Roles and devices (p
         for row in placement.rows
     ]
     show(table(title, ("role", "worker class", "engine", "devices", "ranks", "node", "shares with"), rows))
-    for note in placement.notes:
+    show_notes(placement.notes)
+
+
+def show_notes(notes: Iterable[str]) -> None:
+    """Prints what is to be said beside a table, or in the place of one."""
+    for note in notes:
         show(f"  - {note}")
 
 
@@ -79,8 +84,7 @@ def show_layers(role: str, layers: Sequence[LayerRow], notes: Sequence[str] = ()
         cells.append(("all", place, _size(stored), _size(training)))
     title = f"Layers of {role} ({'as loaded' if loaded else 'planned'})"
     show(table(title, ("module", "device", "stored", "with gradients and optimizer"), cells))
-    for note in notes:
-        show(f"  - {note}")
+    show_notes(notes)
 
 
 def _size(num_bytes: int) -> str:

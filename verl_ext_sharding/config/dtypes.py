@@ -177,7 +177,9 @@ def device_capabilities(
     return found
 
 
-def float16_notes(current: Mapping[str, Any], roles: Sequence[str]) -> list[str]:
+def float16_notes(
+    current: Mapping[str, Any], roles: Sequence[str], blocks: Mapping[str, str] = ENGINE_BLOCK
+) -> list[str]:
     """One sentence for each trained role whose float16 is not what it seems.
 
     verl scales the loss of its FSDP engines (`ShardedGradScaler`) if `mixed_precision.param_dtype` is float16, and only
@@ -186,12 +188,13 @@ def float16_notes(current: Mapping[str, Any], roles: Sequence[str]) -> list[str]
     Args:
         current: verl's resolved values by dotted key, with what the request set.
         roles: Roles of the job that have an FSDP engine.
+        blocks: Where the config has the engine of each role that trains.
     """
     notes = []
     for role in roles:
         if role not in ("actor", "critic"):
             continue
-        block = ENGINE_BLOCK[role]
+        block = blocks[role]
         stored = str(current.get(f"{block}.model_dtype") or "fp32")
         computed = str(current.get(f"{block}.mixed_precision.param_dtype") or "bf16")
         if full_dtype(stored) != "float16":

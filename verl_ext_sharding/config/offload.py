@@ -16,7 +16,11 @@ from verl_ext_sharding.placement.job import JobFacts
 
 
 def offload_notes(
-    request: ShardingConfig, facts: JobFacts, current: Mapping[str, Any], explicit: Collection[str] = ()
+    request: ShardingConfig,
+    facts: JobFacts,
+    current: Mapping[str, Any],
+    explicit: Collection[str] = (),
+    blocks: Mapping[str, str] = ENGINE_BLOCK,
 ) -> list[str]:
     """One sentence for each offload flag that verl 0.9 drops, or that does something else than its name says.
 
@@ -25,6 +29,7 @@ def offload_notes(
         facts: The job.
         current: verl's resolved values by dotted key, from `translate.values_of`.
         explicit: verl's keys that the user wrote on the command line.
+        blocks: Where the config has the engine of each role that trains.
 
     Raises:
         ConfigError: Flags that break the run together, or that ask for what verl can't do.
@@ -37,7 +42,7 @@ def offload_notes(
         if role == "ref":
             notes += _reference(asked, facts.engines[role].strategy, current, explicit)
         else:
-            notes += trained_notes(role, facts.engines[role].strategy, _flags(role, asked, current))
+            notes += trained_notes(role, facts.engines[role].strategy, _flags(blocks[role], asked, current), blocks)
     return notes
 
 
@@ -52,8 +57,8 @@ def _roles(request: ShardingConfig, facts: JobFacts) -> Iterator[str]:
         yield role
 
 
-def _flags(role: str, asked: RoleConfig, current: Mapping[str, Any]) -> OffloadFlags:
-    engine, offload = ENGINE_BLOCK[role], asked.offload
+def _flags(engine: str, asked: RoleConfig, current: Mapping[str, Any]) -> OffloadFlags:
+    offload = asked.offload
     return OffloadFlags(
         params=_either(offload.params, current.get(f"{engine}.param_offload")),
         optimizer=_either(offload.optimizer, current.get(f"{engine}.optimizer_offload")),
@@ -64,7 +69,7 @@ def _flags(role: str, asked: RoleConfig, current: Mapping[str, Any]) -> OffloadF
 
 def _reference(asked: RoleConfig, strategy: str, current: Mapping[str, Any], explicit: Collection[str]) -> list[str]:
     key = f"{ENGINE_BLOCK['ref']}.param_offload"
-    flags = _flags("ref", asked, current)
+    flags = _flags(ENGINE_BLOCK["ref"], asked, current)
     if asked.offload.params is None and key not in explicit:
         flags = replace(flags, params=None)  # verl's default for it is false, which says nothing
     host_bytes = None

@@ -5,6 +5,7 @@ Where verl drops a flag silently, a note says so; where a combination breaks the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,25 +30,26 @@ class OffloadFlags:
     reshard_after_forward: bool = True
 
 
-def trained_notes(role: str, strategy: str, flags: OffloadFlags) -> list[str]:
+def trained_notes(role: str, strategy: str, flags: OffloadFlags, blocks: Mapping[str, str] = ENGINE_BLOCK) -> list[str]:
     """One sentence for each flag of a role that trains, where verl does something else than its name says.
 
     Args:
         role: "actor" or "critic".
         strategy: "fsdp" (FSDP1) or "fsdp2".
         flags: Its flags.
+        blocks: Where the config has the engine of each role.
 
     Raises:
         ConfigError: CPUOffloadPolicy with `reshard_after_forward=False` (verl#4974).
     """
-    prefix = ENGINE_BLOCK[role]
+    prefix = blocks[role]
     if not flags.offload_policy:
         return []
     if strategy == "fsdp":
         return [
             f"{prefix}.offload_policy has no effect on FSDP1, whose CPU offload breaks gradient accumulation; for the"
             f" same saving write {prefix}.param_offload=True {prefix}.optimizer_offload=True, or"
-            f" {prefix.rpartition('.')[0]}.strategy=fsdp2"
+            f" {prefix.rpartition('.')[0] or prefix}.strategy=fsdp2"  # SFT has it in the engine's block
         ]
     if not flags.reshard_after_forward:
         raise _not_resharded(prefix, f", or {prefix}.offload_policy=False {prefix}.param_offload=True")

@@ -40,6 +40,7 @@ class Answer:
         overrides: What to type. Empty: nothing takes its place.
         reason: Why it moved, or why it is gone, as a sentence without its full stop.
         available: Whether this run's config has `new_key`; it may belong to another model engine.
+        needs: Those of `overrides` that what another key asks for gives way to.
     """
 
     key: str
@@ -49,6 +50,7 @@ class Answer:
     overrides: tuple[str, ...]
     reason: str
     available: bool
+    needs: tuple[str, ...] = ()
 
     @property
     def remedy(self) -> str:
@@ -104,11 +106,16 @@ def _remedy(answers: Sequence[Answer]) -> str:
 
 
 def _moved(answers: Iterable[Answer]) -> list[str]:
-    """What to type for the keys that moved, each once: a value of the user's wins over one that goes along with it."""
+    """What to type for the keys that moved, each once.
+
+    A value of the user's wins over one that goes along with another key, and gives way to one that another key needs.
+    """
     there = [answer for answer in answers if answer.available and answer.overrides]
     users = {answer.overrides[-1].partition("=")[0] for answer in there}
     along = [line for answer in there for line in answer.overrides[:-1] if line.partition("=")[0] not in users]
-    return list(dict.fromkeys([*along, *(answer.overrides[-1] for answer in there)]))
+    needed = {line.partition("=")[0]: line for answer in there for line in answer.needs}
+    lines = [*needed.values(), *along, *(answer.overrides[-1] for answer in there)]
+    return list(dict.fromkeys(line for line in lines if needed.get(line.partition("=")[0], line) == line))
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -167,6 +174,7 @@ def _find(
                 overrides=() if place is None else _overrides(place, value, replacement),
                 reason=reason,
                 available=available,
+                needs=_needs(value, replacement),
             )
     return None
 
@@ -184,7 +192,8 @@ def _place(replacement: Replacement, match: re.Match[str], known_keys: Collectio
     siblings = [known[len(block) + 1 :] for known in known_keys if known.startswith(f"{block}.")]
     if not siblings:
         return places[0], reason, False
-    close = did_you_mean(leaf, siblings)  # the block moved as said, but never had such a key
+    moved = replacement.old.endswith(".*")  # the block did as said, but never had such a key
+    close = did_you_mean(leaf, siblings) if moved else None
     return f"{block}.{close}" if close else None, f"{reason}; {block} has no {leaf}", close is not None
 
 
@@ -196,14 +205,19 @@ def _can_be_added(place: str, known_keys: Collection[str]) -> bool:
 
 
 def _overrides(place: str, value: str | None, replacement: Replacement) -> tuple[str, ...]:
+    along = (*_needs(value, replacement), *replacement.also)
     if value is None or replacement.value is None:
-        return (*replacement.also, f"{place}={'<value>' if value is None else value}")
+        return (*along, f"{place}={'<value>' if value is None else value}")
     if value.lower() in _NULLS:
         return ()
     try:
-        return (*replacement.also, f"{place}={replacement.value(value)}")
+        return (*along, f"{place}={replacement.value(value)}")
     except ValueError:
-        return (*replacement.also, f"{place}=<value>")
+        return (*along, f"{place}=<value>")
+
+
+def _needs(value: str | None, replacement: Replacement) -> tuple[str, ...]:
+    return () if value is not None and value.lower() == "false" else replacement.needs
 
 
 def _fill(text: str, match: re.Match[str]) -> str:

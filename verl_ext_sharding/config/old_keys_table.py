@@ -27,6 +27,8 @@ class Replacement:
             `.*` repeat what `old` matched; a leading `+` marks a key that Hydra must be told to add. Empty: gone.
         value: From the old value, as typed, to the new one. None: the value stays as it was.
         also: Overrides that the new place needs beside it, unless the user sets them too.
+        needs: Overrides without which the new place does nothing: they win over other old keys, and a value of false
+            needs none.
     """
 
     old: str
@@ -35,6 +37,7 @@ class Replacement:
     new: tuple[str, ...] = ()
     value: Callable[[str], str] | None = None
     also: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
 
 def _veto_threshold(ratio: str) -> str:

@@ -10,16 +10,37 @@ from verl_ext_sharding.config.old_keys_table import Replacement
 
 _TRAINER = "verl.trainer.sft_trainer took the place of fsdp_sft_trainer"
 _ENGINE = f"{_TRAINER}, and sets FSDP in the engine's block"
+_OFFLOAD = f"{_ENGINE}, whose offload_policy acts with engine.strategy=fsdp2 alone"
 _MESSAGES = f"{_TRAINER}, and reads conversations only: a column of messages, whose name is data.messages_key"
+
+
+def _schedule(name: str) -> str:
+    """verl asserts that its FSDP engines are asked for one of two (`FSDPOptimizerConfig`, workers/config/optimizer.py)."""
+    if name not in ("constant", "cosine"):
+        raise ValueError(name)
+    return name
+
 
 SFT = (
     Replacement(old="model.partial_pretrain", since="0.7.1", reason=_TRAINER, new=("model.path",)),
     Replacement(old="model.strategy", since="0.7.1", reason=_ENGINE, new=("engine.strategy",)),
-    Replacement(old="model.fsdp_config.cpu_offload", since="0.7.1", reason=_ENGINE, new=("engine.offload_policy",)),
+    Replacement(
+        old="model.fsdp_config.cpu_offload",
+        since="0.7.1",
+        reason=_OFFLOAD,
+        new=("engine.offload_policy",),
+        needs=("engine.strategy=fsdp2",),
+    ),
     Replacement(
         old="model.fsdp_config.offload_params",
         since="0.7.1",
-        reason=f"{_ENGINE}; engine.offload_policy offloads parameters too",
+        reason=f"{_OFFLOAD}, for parameters too",
+    ),
+    Replacement(
+        old="model.fsdp_config.wrap_policy.*",
+        since="0.7.1",
+        reason=_ENGINE,
+        new=("engine.wrap_policy.*", "+engine.wrap_policy.*"),
     ),
     Replacement(old="model.fsdp_config.*", since="0.7.1", reason=_ENGINE, new=("engine.*",)),
     Replacement(
@@ -30,13 +51,20 @@ SFT = (
     ),
     Replacement(old="use_remove_padding", since="0.7.1", reason=_TRAINER, new=("model.use_remove_padding",)),
     Replacement(old="optim.warmup_steps_ratio", since="0.6", reason=_TRAINER, new=("optim.lr_warmup_steps_ratio",)),
-    Replacement(old="optim.lr_scheduler", since="0.7.1", reason=_TRAINER, new=("optim.lr_scheduler_type",)),
+    Replacement(
+        old="optim.lr_scheduler",
+        since="0.7.1",
+        reason=f"{_TRAINER}, whose FSDP engine schedules constant or cosine",
+        new=("optim.lr_scheduler_type",),
+        value=_schedule,
+    ),
     Replacement(
         old="data.micro_batch_size",
         since="0.7.1",
-        reason=f"{_TRAINER}, and counts the samples of one GPU, not of all",
+        reason=f"{_TRAINER}, and counts the samples of one GPU, not of all, where data.use_dynamic_bsz is off",
         new=("data.micro_batch_size_per_gpu",),
         value=lambda _: "<samples>",
+        needs=("data.use_dynamic_bsz=False",),
     ),
     *(
         Replacement(old=f"data.{name}", since="0.7.1", reason=_MESSAGES)

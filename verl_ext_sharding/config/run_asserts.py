@@ -33,7 +33,10 @@ def check_asserts(values: Mapping[str, Any], facts: JobFacts, placement: Placeme
     """
     for role in facts.engines:
         _check_shard_groups(role, values, facts, placement)
-        _check_torchtitan(role, values, facts, placement)
+        if facts.engines[role].strategy == "torchtitan":
+            block = f"{ENGINE_BLOCK[role].rpartition('.')[0]}.torchtitan"
+            ranks = placement.processes_of(role) // facts.engines[role].model_parallel_size
+            check_titan_mesh(block, values, ranks, whose=role)
     for role, server in facts.servers.items():
         _check_server(role, server, values)
     if facts.reward is None:
@@ -71,13 +74,21 @@ def _check_shard_groups(role: str, values: Mapping[str, Any], facts: JobFacts, p
     )
 
 
-def _check_torchtitan(role: str, values: Mapping[str, Any], facts: JobFacts, placement: Placement) -> None:
-    """Its mesh is all of the ranks (`ParallelDims`), and verl takes shards x replicas for the data-parallel size."""
-    engine = facts.engines[role]
-    block = f"{ENGINE_BLOCK[role].rpartition('.')[0]}.torchtitan.data_parallel"
+def check_titan_mesh(block: str, values: Mapping[str, Any], ranks: int, *, whose: str) -> None:
+    """Its mesh is all of the ranks (`ParallelDims`), and verl takes shards x replicas for the data-parallel size.
+
+    Args:
+        block: verl's block of the engine.
+        values: verl's resolved values by dotted key.
+        ranks: Data-parallel ranks.
+        whose: Whose ranks, for the message.
+
+    Raises:
+        ConfigError: Shards x replicas are not as many.
+    """
+    block = f"{block}.data_parallel"
     shards, replicas = (values.get(f"{block}_{name}_size") for name in ("shard", "replicate"))
-    ranks = placement.processes_of(role) // engine.model_parallel_size
-    if engine.strategy != "torchtitan" or not isinstance(shards, int) or not isinstance(replicas, int):
+    if not isinstance(shards, int) or not isinstance(replicas, int):
         return
     if shards > 0 and shards * replicas == ranks:
         return
@@ -85,7 +96,7 @@ def _check_torchtitan(role: str, values: Mapping[str, Any], facts: JobFacts, pla
     other = f" {block}_replicate_size={kept}" if kept != replicas else ""
     raise ConfigError(
         f"{block}_shard_size",
-        expected=f"a size that makes {ranks} with {block}_replicate_size: {role} has {ranks} data-parallel ranks",
+        expected=f"a size that makes {ranks} with {block}_replicate_size: {whose} has {ranks} data-parallel ranks",
         found=f"{shards} x {replicas}",
         consequence="the run does not start",
         remedy=f"{block}_shard_size={ranks // kept}{other}",

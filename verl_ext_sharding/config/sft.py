@@ -6,7 +6,6 @@ they have there. Its processes are started by torchrun or accelerate, which also
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,10 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange
-from verl_ext_sharding.config.measures import handled_keys
-from verl_ext_sharding.config.schema import ActorConfig, ShardingConfig
+from verl_ext_sharding.config.dtypes import float16_notes
+from verl_ext_sharding.config.measures import ENGINE_BLOCK, handled_keys
+from verl_ext_sharding.config.offload import offload_notes
+from verl_ext_sharding.config.schema import ShardingConfig
+from verl_ext_sharding.config.sft_batches import SAMPLES, TOKENS, batch_notes, check_batches
 from verl_ext_sharding.config.translate import refuse_unsupported, role_changes
-from verl_ext_sharding.config.values import whole_number
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.job import EngineFacts, JobFacts
 
@@ -28,13 +29,19 @@ ROLE = "actor"
 _PREFIX = f"sharding.roles.{ROLE}"
 
 _NAMES = {
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "data.micro_batch_size_per_gpu",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "data.max_token_len_per_gpu",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": SAMPLES,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": TOKENS,
     "actor_rollout_ref.actor.use_dynamic_bsz": "data.use_dynamic_bsz",
-    "actor_rollout_ref.actor.fsdp_config": "engine",
+    ENGINE_BLOCK[ROLE]: "engine",
     "actor_rollout_ref.model": "model",
 }
 """A key or block of the actor in PPO, and where SFT has it."""
+
+_BLOCKS = {ROLE: _NAMES[ENGINE_BLOCK[ROLE]]}
+"""Where SFT has the engine of its one role."""
+
+_BATCH_NAMES = {SAMPLES: "micro_batch_size", TOKENS: "max_tokens"}
+"""A key of micro-batches, and its name in a role's block."""
 
 _OF_ROLLOUT = "actor_rollout_ref.rollout."
 """Log-probs of rollouts, which SFT doesn't compute."""
@@ -42,11 +49,8 @@ _OF_ROLLOUT = "actor_rollout_ref.rollout."
 _FSDP = ("fsdp", "fsdp2")
 """Engines that the settings of a role act on."""
 
-_ULYSSES = "engine.ulysses_sequence_parallel_size"
-
-_BATCH, _LENGTH = "data.train_batch_size", "data.max_length"
-
-_SAMPLES, _TOKENS = "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu"
+_STRATEGIES = {"McoreEngineConfig": "megatron"}
+"""verl's name of the engine whose yaml leaves the name to the class."""
 
 _ATTENTION = "model.override_config.attn_implementation"
 
@@ -86,12 +90,37 @@ def translate(request: ShardingConfig, current: Mapping[str, Any], num_ranks: in
     actor = request.roles.actor
     if engine not in _FSDP and actor != type(actor)():
         raise _not_fsdp(engine)
-    job = JobFacts(num_nodes=1, devices_per_node=num_ranks, engines={ROLE: EngineFacts(strategy=engine)})
-    changes = [_renamed(change) for change in role_changes(ROLE, actor, job) if not change.key.startswith(_OF_ROLLOUT)]
+    facts = _facts(engine, num_ranks)
+    changes = [
+        _renamed(change) for change in role_changes(ROLE, actor, facts) if not change.key.startswith(_OF_ROLLOUT)
+    ]
     refuse_unsupported(request, handled={change.why for change in changes} | set(handled_keys(request)))
-    if engine in _FSDP:
-        _check_batches(actor, {**current, **{change.key: change.new for change in changes}}, num_ranks)
+    asked_by = {key: f"{_PREFIX}.{name}" for key, name in _BATCH_NAMES.items() if getattr(actor, name) is not None}
+    check_batches(engine, {**current, **{change.key: change.new for change in changes}}, num_ranks, asked_by)
     return changes
+
+
+def notes(request: ShardingConfig, current: Mapping[str, Any], num_ranks: int) -> list[str]:
+    """One sentence for each key that verl reads otherwise than its name says.
+
+    Args:
+        request: The user's request.
+        current: verl's resolved values by dotted key, with what the request set.
+        num_ranks: Processes of the job, 1 or more.
+
+    Raises:
+        ConfigError: Offload flags that break the run together, or that ask for what verl can't do.
+    """
+    engine = _engine_of(current)
+    said = offload_notes(request, _facts(engine, num_ranks), current, blocks=_BLOCKS)
+    if engine in _FSDP:
+        said += float16_notes(current, [ROLE], _BLOCKS)
+    return said + batch_notes(engine, current, num_ranks)
+
+
+def _facts(engine: str, num_ranks: int) -> JobFacts:
+    """The job as one of PPO that trains the actor alone."""
+    return JobFacts(num_nodes=1, devices_per_node=num_ranks, engines={ROLE: EngineFacts(strategy=engine)})
 
 
 def cpu_changes(config: DictConfig, explicit: Mapping[str, str]) -> Iterator[KeyChange]:
@@ -119,8 +148,9 @@ def engine_name(config: DictConfig) -> str:
 
 
 def _engine_of(current: Mapping[str, Any]) -> str:
-    """verl's name of the engine, or that of its config class where the yaml leaves the name to the class."""
-    return str(current.get("engine.strategy") or str(current.get("engine._target_")).rpartition(".")[2])
+    """verl's name of the engine, or that of its config class where the yaml leaves the name to a class of somebody's own."""
+    named = str(current.get("engine._target_")).rpartition(".")[2]
+    return str(current.get("engine.strategy") or _STRATEGIES.get(named, named))
 
 
 def _renamed(change: KeyChange) -> KeyChange:
@@ -172,79 +202,6 @@ def _refuse_other_roles(request: ShardingConfig) -> None:
             consequence="the run does not start, since the request would be skipped",
             remedy=f"remove {key}{same}",
         )
-
-
-def _check_batches(actor: ActorConfig, values: Mapping[str, Any], num_ranks: int) -> None:
-    """Refuses batches that verl asserts on once its processes train, whichever key they were asked for by.
-
-    Args:
-        actor: The user's request.
-        values: verl's resolved values by dotted key, the request's changes included.
-        num_ranks: Processes of the job.
-    """
-    sequence_parallel = whole_number(_ULYSSES, values.get(_ULYSSES, 1), instead=1)
-    if num_ranks % sequence_parallel:
-        raise _uneven(sequence_parallel, num_ranks)
-    parallel = num_ranks // sequence_parallel
-    batch = whole_number(_BATCH, values.get(_BATCH), instead=256)
-    if batch < parallel:
-        raise _too_small(batch, parallel)
-    if values.get("data.use_dynamic_bsz"):
-        key = _TOKENS if actor.max_tokens is None else f"{_PREFIX}.max_tokens"
-        _check_max_tokens(key, whole_number(_TOKENS, values.get(_TOKENS), instead=8192), sequence_parallel, values)
-    else:
-        key = _SAMPLES if actor.micro_batch_size is None else f"{_PREFIX}.micro_batch_size"
-        _check_micro_batch(key, whole_number(_SAMPLES, values.get(_SAMPLES), instead=1), batch, parallel)
-
-
-def _uneven(sequence_parallel: int, num_ranks: int) -> ConfigError:
-    return ConfigError(
-        _ULYSSES,
-        expected=f"a divisor of the {num_ranks} processes of the job",
-        found=str(sequence_parallel),
-        consequence="the run does not start",
-        remedy=f"{_ULYSSES}={math.gcd(sequence_parallel, num_ranks)}",
-    )
-
-
-def _too_small(batch: int, parallel: int) -> ConfigError:
-    return ConfigError(
-        _BATCH,
-        expected=f"{parallel} or more, a sample for each data-parallel rank",
-        found=str(batch),
-        consequence="the run does not start",
-        remedy=f"{_BATCH}={parallel}",
-    )
-
-
-def _check_micro_batch(key: str, samples: int, batch: int, parallel: int) -> None:
-    """verl takes `train_batch_size // data-parallel size` samples per rank, and asserts on the micro-batch in step 1."""
-    per_rank = batch // parallel
-    if per_rank % samples == 0:
-        return
-    fitting = max(size for size in range(1, min(samples, per_rank) + 1) if per_rank % size == 0)
-    raise ConfigError(
-        key,
-        expected=f"a divisor of {per_rank}: {_BATCH}={batch} over {parallel} data-parallel ranks",
-        found=str(samples),
-        consequence="the run does not start",
-        remedy=f"{key}={fitting}",
-    )
-
-
-def _check_max_tokens(key: str, tokens: int, parallel: int, values: Mapping[str, Any]) -> None:
-    """With token budgets verl asserts in the first step that draws a sequence above tokens x sequence-parallel size."""
-    longest = whole_number(_LENGTH, values.get(_LENGTH), instead=1024)
-    if tokens * parallel >= longest:
-        return
-    enough = -(-longest // parallel)
-    raise ConfigError(
-        key,
-        expected=f"at least {enough}, so that a micro-batch holds the longest sequence ({_LENGTH}={longest})",
-        found=str(tokens) + (f" x {_ULYSSES}={parallel}" if parallel > 1 else ""),
-        consequence="the run does not start",
-        remedy=f"{key}={enough}, or {_LENGTH}={tokens * parallel}",
-    )
 
 
 def _not_fsdp(engine: str) -> ConfigError:
