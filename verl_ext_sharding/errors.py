@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 ROLE = "<role>"
@@ -149,6 +149,23 @@ def misspelling_of(name: str, known: Iterable[str]) -> str | None:
         ):
             return other
     return None
+
+
+def unknown_choice(key: str, found: str, choices: Sequence[str]) -> ConfigError:
+    """The error for a value that is none of a key's.
+
+    Args:
+        key: The user's key.
+        found: What was written.
+        choices: What may be; the first is offered where none is like it.
+    """
+    return ConfigError(
+        f"{key}={found}",
+        expected=f"one of {', '.join(choices)}",
+        found=found,
+        consequence="the run stops before the models load",
+        remedy=f"{key}={did_you_mean(found, choices) or choices[0]}",
+    )
 
 
 def same_letters(name: str, other: str) -> bool:

@@ -19,6 +19,7 @@ from verl_ext_sharding.config.measures import ENGINE_BLOCK, ENGINE_ROLES, MODEL_
 from verl_ext_sharding.config.schema import ShardingConfig
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.model_configs import meta_model_of
+from verl_ext_sharding.placement import layer_keys
 from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.placement.device_map import LayerMap, LayerRow, rows
 from verl_ext_sharding.placement.job import JobFacts
@@ -88,6 +89,8 @@ def plan_spread(
         ]
         spread[role] = replace(layers, reserved_bytes=tuple(reserved))
         if models[role] is None:
+            numbers = layers.devices
+            layer_keys.parse(layers.device_map, role=role, num_devices=len(numbers), device_numbers=numbers)
             path = OmegaConf.select(config, f"{MODEL_BLOCK[role]}.path")
             logger.warning("device map of %s: checked in the worker, since the driver can't read %s", role, path)
             continue

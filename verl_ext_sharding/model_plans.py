@@ -44,6 +44,7 @@ class AttentionUse:
         dtype: What the role computes in, such as "bfloat16".
         ulysses_size: Ulysses sequence parallel size.
         hf_config: The model's transformers config, or None where it was not needed or can't be read.
+        trusts_code: verl's `trust_remote_code`.
     """
 
     role: str
@@ -53,6 +54,7 @@ class AttentionUse:
     dtype: str
     ulysses_size: int = 1
     hf_config: Any = None
+    trusts_code: bool = False
 
 
 def check_models(config: DictConfig, facts: JobFacts, measures: Mapping[str, RoleMeasures]) -> list[AttentionUse]:
@@ -76,7 +78,7 @@ def check_models(config: DictConfig, facts: JobFacts, measures: Mapping[str, Rol
             continue
         asked = measures.get(role, RoleMeasures())
         use = _use(config, role, asked, engine.sequence_parallel_size)
-        if use.hf_config is not None:
+        if use.measured and use.requested != "auto":  # of a model that can't be read, all but the model is checked
             has_flash_attn = importlib.util.find_spec("flash_attn") is not None or use.requested == STOCK_ATTENTION
             _resolve(use, None if on_cpu else _NEWEST, has_flash_attn)
         _check_slices(config, use)
@@ -98,6 +100,7 @@ def _use(config: DictConfig, role: str, asked: RoleMeasures, ulysses_size: int) 
         dtype=compute_dtype(OmegaConf.select(config, f"{ENGINE_BLOCK[role]}.mixed_precision", default=None)),
         ulysses_size=ulysses_size,
         hf_config=hf_config_of(config, role) if asked.attention not in (None, "auto") else None,
+        trusts_code=bool(OmegaConf.select(config, f"{block}.trust_remote_code", default=False)),
     )
 
 
@@ -114,7 +117,9 @@ def _resolve(
         device_capability=capability,
         flash_attn_importable=has_flash_attn,
         torch_version=torch_version or torch.__version__,
-        model_supports=ModelSupport() if use.hf_config is None else model_support(use.hf_config),
+        model_supports=ModelSupport()
+        if use.hf_config is None
+        else model_support(use.hf_config, trust_remote_code=use.trusts_code),
         dtype=getattr(torch, use.dtype),
         ulysses_size=use.ulysses_size,
         role=use.role,

@@ -22,6 +22,14 @@ MODEL_BLOCK = {"actor": "actor_rollout_ref.model", "ref": "actor_rollout_ref.mod
 """Where verl's config has the model of each role."""
 
 
+ULYSSES_KEY = {
+    "actor": "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "ref": "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+    "critic": "critic.fsdp.ulysses_sequence_parallel_size",
+}
+"""Where verl's config has the Ulysses sequence parallelism of each role's FSDP engine."""
+
+
 @dataclass(kw_only=True, frozen=True)
 class LayerSpread:
     """How one process spreads a role's model over its devices (`layout: device_map`).

@@ -161,7 +161,9 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
                 device_capability=_capability(),
                 flash_attn_importable=attention.flash_attn_importable(),
                 torch_version=torch.__version__,
-                model_supports=attention.model_support(self.model_config.hf_config),
+                model_supports=attention.model_support(
+                    self.model_config.hf_config, trust_remote_code=bool(self.model_config.trust_remote_code)
+                ),
                 dtype=self._compute_dtype(),
                 ulysses_size=int(self.engine_config.ulysses_sequence_parallel_size),
                 role=self.role,

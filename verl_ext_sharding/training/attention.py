@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from verl_ext_sharding.errors import ConfigError, did_you_mean
+from verl_ext_sharding.config.measures import MODEL_BLOCK, ULYSSES_KEY
+from verl_ext_sharding.errors import ConfigError, unknown_choice
 from verl_ext_sharding.training import packed_flash, packed_sdpa, packing, sequence_parallel, varlen
 from verl_ext_sharding.training.attention_support import (
     IMPLEMENTATIONS,
@@ -92,29 +95,19 @@ def resolve_attention(
     Raises:
         ConfigError: The name is unknown, or what was asked for can't run; the message names what can.
     """
-    subject = f"sharding.roles.{role}.attn_implementation={requested}"
+    key = f"sharding.roles.{role}.attn_implementation"
     if requested not in REQUESTS:
-        near = did_you_mean(requested, REQUESTS)
-        raise ConfigError(
-            subject,
-            expected=f"one of {', '.join(REQUESTS)}",
-            found=requested,
-            consequence="the run stops before the models load",
-            remedy=f"set sharding.roles.{role}.attn_implementation={near or 'auto'}",
-        )
-    obstacles = {
-        name: _obstacle(
-            name,
-            use_remove_padding=use_remove_padding,
-            device_capability=device_capability,
-            flash_attn_importable=flash_attn_importable,
-            torch_version=torch_version,
-            model_supports=model_supports,
-            dtype=dtype,
-            ulysses_size=ulysses_size,
-        )
-        for name in IMPLEMENTATIONS
+        raise unknown_choice(key, requested, REQUESTS)
+    facts = {
+        "use_remove_padding": use_remove_padding,
+        "device_capability": device_capability,
+        "flash_attn_importable": flash_attn_importable,
+        "torch_version": torch_version,
+        "model_supports": model_supports,
+        "dtype": dtype,
+        "ulysses_size": ulysses_size,
     }
+    obstacles = _obstacles(facts)
     possible = [name for name in IMPLEMENTATIONS if obstacles[name] is None]
     if requested == "auto" and possible:
         skipped = [f"not {name}: {obstacles[name]}" for name in IMPLEMENTATIONS[: IMPLEMENTATIONS.index(possible[0])]]
@@ -122,12 +115,17 @@ def resolve_attention(
     if requested != "auto" and obstacles[requested] is None:
         return _choice(requested, because, use_remove_padding, model_supports)
     raise ConfigError(
-        subject,
+        f"{key}={requested}",
         expected="an attention that this model, card and torch can run",
         found="; ".join(f"{name}: {why}" for name, why in obstacles.items() if why and requested in ("auto", name)),
         consequence="the run stops before the models load",
-        remedy=_remedy(role, possible, use_remove_padding, ulysses_size, model_supports),
+        remedy=f"{key}={possible[0]}, or {key}=auto" if possible else _remedy(role, requested, facts),
     )
+
+
+def _obstacles(facts: Mapping[str, Any]) -> dict[str, str | None]:
+    """Why each implementation can't run under some facts, or None."""
+    return {name: _obstacle(name, **facts) for name in IMPLEMENTATIONS}
 
 
 def _choice(name: str, reason: str, use_remove_padding: bool, model_supports: ModelSupport) -> AttentionChoice:
@@ -149,20 +147,34 @@ def _takes_boundaries(model_supports: ModelSupport, packed: bool) -> bool:
     return reach and not (packed and "sdpa" in model_supports.why_not_packed)
 
 
-def _remedy(
-    role: str, possible: list[str], use_remove_padding: bool, ulysses_size: int, model_supports: ModelSupport
-) -> str:
-    if possible:
-        return f"set sharding.roles.{role}.attn_implementation={possible[0]} (or auto)"
-    model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
-    remedies = []
-    if model_supports.obstacle("flash_attention_2", packed=use_remove_padding) is None:
-        remedies.append("install flash-attn")
-    if ulysses_size > 1:
-        remedies.append("set ulysses_sequence_parallel_size=1 for this role")
-    elif use_remove_padding:
-        remedies.append(f"set {model}.use_remove_padding=False")
-    return ", or ".join(remedies) or "use another model"
+def _remedy(role: str, requested: str, facts: Mapping[str, Any]) -> str:
+    """What makes one possible where none is: the change of one fact, or else of two."""
+    whole_rows = f"{ULYSSES_KEY.get(role, 'ulysses_sequence_parallel_size')}=1"
+    padded = f"{MODEL_BLOCK.get(role, 'model')}.use_remove_padding=False"
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("install flash-attn", {"flash_attn_importable": True}),
+        (whole_rows, {"ulysses_size": 1}),
+        (padded, {"use_remove_padding": False}),
+    ]
+    both = f"{whole_rows} {padded}", {"ulysses_size": 1, "use_remove_padding": False}
+    for choices in (ways, [both]):
+        found = [
+            text + more
+            for text, changed in choices
+            if any(facts[name] != value for name, value in changed.items())
+            and (more := _beside(role, requested, {**facts, **changed})) is not None
+        ]
+        if found:
+            return ", or ".join(found)
+    return "use another model"
+
+
+def _beside(role: str, requested: str, facts: Mapping[str, Any]) -> str | None:
+    """What to type beside a change that leads to these facts, with a space before it; None: nothing can run then either."""
+    obstacles = _obstacles(facts)
+    if all(obstacles.values()):
+        return None
+    return "" if obstacles.get(requested) is None else f" sharding.roles.{role}.attn_implementation=auto"
 
 
 def _obstacle(
@@ -240,7 +252,7 @@ def check_whole_rows(name: str, hf_config: PretrainedConfig, *, ulysses_size: in
         expected=f"one that sees whole rows, of which ulysses_sequence_parallel_size={ulysses_size} gives each rank a slice",
         found=f"attn_implementation={name} by verl's key, for which verl exchanges nothing between ranks",
         consequence="the run stops before it trains on slices, which nothing would say",
-        remedy=f"sharding.roles.{role}.attn_implementation=auto, or ulysses_sequence_parallel_size=1",
+        remedy=f"sharding.roles.{role}.attn_implementation=auto, or {ULYSSES_KEY.get(role, 'ulysses_sequence_parallel_size')}=1",
     )
 
 

@@ -24,6 +24,11 @@ _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names that configs have for the share of attention weights that is dropped in training."""
 
+_AUTO_CLASSES = frozenset(
+    f"AutoModelFor{kind}" for kind in ("CausalLM", "ImageTextToText", "Vision2Seq", "TokenClassification")
+)
+"""By these verl loads actors, references and critics."""
+
 _VERL_RUNS_FLASH = frozenset({"qwen2_vl", "qwen2_5_vl", "glm4v", "kimi_vl"})
 """Model types whose attention layers verl replaces by calls of flash-attn when sequences are packed (verl 0.9)."""
 
@@ -74,16 +79,20 @@ class _Reasons:
 
 
 def model_support(
-    hf_config: PretrainedConfig, *, kernel: varlen.VarlenKernel | None = varlen.TORCH_KERNEL
+    hf_config: PretrainedConfig,
+    *,
+    trust_remote_code: bool = False,
+    kernel: varlen.VarlenKernel | None = varlen.TORCH_KERNEL,
 ) -> ModelSupport:
     """Reads what attention a model can run.
 
     Args:
         hf_config: Config of a causal language model, of a model of images and text, or of a critic of the same architecture.
+        trust_remote_code: Whether a class that comes with the checkpoint is loaded in the place of transformers' own.
         kernel: The kernel that `varlen` would run.
     """
     model_type, reasons = hf_config.model_type, _Reasons()
-    model_class = _model_class(hf_config)
+    model_class = None if trust_remote_code and _brings_its_class(hf_config) else _model_class(hf_config)
     if model_class is None:
         reason = f"{model_type} is none of transformers' own causal or image-text models"
         reasons.refuse((varlen.NAME, packed_sdpa.NAME), reason)
@@ -104,6 +113,11 @@ def model_support(
 def runs_flash_whatever_is_set(hf_config: PretrainedConfig) -> bool:
     """Whether verl calls flash-attn in the layers of a model whatever its attention is, when sequences are packed."""
     return hf_config.model_type in _VERL_RUNS_FLASH
+
+
+def _brings_its_class(hf_config: PretrainedConfig) -> bool:
+    """Whether a checkpoint names code of its own for its model; its config may be transformers' own all the same."""
+    return any(name in _AUTO_CLASSES for name in getattr(hf_config, "auto_map", None) or ())
 
 
 def _model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel] | None:

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from verl_ext_sharding.errors import ConfigError, did_you_mean
+from verl_ext_sharding.errors import ConfigError, unknown_choice
 from verl_ext_sharding.training.logprobs import linear_logprobs, logprobs_and_entropy_from_logits
 
 logger = logging.getLogger(__name__)
@@ -91,16 +91,9 @@ def resolve_logits(requested: str, *, obstacle: str | None, needs_logits: str | 
     Raises:
         ConfigError: The name is unknown, or "fused" can't be done.
     """
-    subject = f"sharding.roles.{role}.logits={requested}"
+    key = f"sharding.roles.{role}.logits"
     if requested not in REQUESTS:
-        near = did_you_mean(requested, REQUESTS)
-        raise ConfigError(
-            subject,
-            expected=f"one of {', '.join(REQUESTS)}",
-            found=requested,
-            consequence="the run stops before the models load",
-            remedy=f"set sharding.roles.{role}.logits={near or 'auto'}",
-        )
+        raise unknown_choice(key, requested, REQUESTS)
     against = obstacle or (f"{needs_logits} reads the logits" if needs_logits else None)
     if requested == "auto":
         name = "chunked" if against else "fused"
@@ -109,11 +102,11 @@ def resolve_logits(requested: str, *, obstacle: str | None, needs_logits: str | 
         )
     if requested == "fused" and against:
         raise ConfigError(
-            subject,
+            f"{key}={requested}",
             expected="a model whose output head alone makes the logits, and nothing else that reads them",
             found=against,
             consequence="the run stops before the models load",
-            remedy=f"set sharding.roles.{role}.logits=chunked (or auto)",
+            remedy=f"{key}=chunked, or {key}=auto",
         )
     return LogitsChoice(name=requested, reason="as asked for")
 
@@ -200,7 +193,7 @@ def apply(model: PreTrainedModel, *, compiled: bool | None = None) -> None:
             expected="a model whose output head alone makes the logits",
             found=why,
             consequence="the run stops",
-            remedy="set sharding.roles.<role>.logits=chunked (or auto)",
+            remedy="sharding.roles.<role>.logits=chunked, or sharding.roles.<role>.logits=auto",
         )
     setattr(head, _FUSED, True)
     setattr(head, _COMPILED, compiled)

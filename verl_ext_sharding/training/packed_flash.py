@@ -118,8 +118,10 @@ def packed_flash_attention(
     Raises:
         ConfigError: Something asked for that the kernel can't do.
     """
-    if is_causal is False or s_aux is not None:
-        raise unsupported(TRANSFORMERS, "attention sinks" if s_aux is not None else "attention that is not causal")
+    if s_aux is not None:
+        raise unsupported(TRANSFORMERS, "attention sinks", instead="eager")
+    if is_causal is False:
+        raise unsupported(TRANSFORMERS, "attention that is not causal")
     if not isinstance(attention_mask, PackedMask):
         raise unsupported(TRANSFORMERS, "a model that brings its own mask, or none")
     output = attend_packed(

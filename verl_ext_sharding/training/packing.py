@@ -37,22 +37,23 @@ _COMPUTES = {
     "sdpa": "plain softmax attention",
     "flash_attention_2": "causal attention within packed sequences in float16 or bfloat16 on CUDA, without sinks",
 }
-_INSTEAD = {"varlen": "sdpa", "sdpa": "eager (or flash_attention_2)", "flash_attention_2": "sdpa (or eager)"}
+_INSTEAD = {"varlen": "sdpa", "sdpa": "eager", "flash_attention_2": "sdpa"}
 
 
-def unsupported(implementation: str, found: str) -> ConfigError:
+def unsupported(implementation: str, found: str, *, instead: str | None = None) -> ConfigError:
     """The error of a forward pass that asks an implementation for more than it computes.
 
     Args:
         implementation: As in `sharding.roles.<role>.attn_implementation`: "flash_attention_2", "varlen" or "sdpa".
         found: What it was asked for.
+        instead: The implementation that computes it; None: the next that computes more.
     """
     return ConfigError(
         f"attn_implementation={implementation}",
         expected=_COMPUTES[implementation],
         found=found,
         consequence="the forward pass stops: the kernel would compute another model",
-        remedy=f"set sharding.roles.<role>.attn_implementation={_INSTEAD[implementation]} for this role",
+        remedy=f"sharding.roles.<role>.attn_implementation={instead or _INSTEAD[implementation]}",
     )
 
 
@@ -243,6 +244,9 @@ def grouped_mask(
 
     Returns:
         A `GroupedMask` when several sequences share a row, else what `transformers.masking_utils.sdpa_mask` returns.
+
+    Raises:
+        ConfigError: A mask of the model's own, with sequence parallelism.
     """
     if attention_mask is None and not use_vmap and q_length == kv_length and not q_offset and not kv_offset:
         segments = _segments(mask_function, None, (batch_size, q_length), device)
@@ -250,7 +254,7 @@ def grouped_mask(
         if not differs and (segments.exchange is not None or len(bounds) - 1 > batch_size):
             return group_sequences(bounds, window=local_size, device=device, exchange=segments.exchange)
     if current_row() is not None:
-        raise unsupported("sdpa", "a mask of the model's own, with sequence parallelism")
+        raise unsupported("sdpa", "a mask of the model's own, with sequence parallelism", instead="flash_attention_2")
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,

@@ -193,7 +193,7 @@ def varlen_attention(
     refused |= {"capped scores (softcap)": softcap is not None, "attention sinks": s_aux is not None}
     for what, present in refused.items():
         if present:
-            raise unsupported(NAME, what)
+            raise unsupported(NAME, what, instead="eager" if s_aux is not None else None)
     on_ranks = isinstance(attention_mask, PackedMask) and attention_mask.exchange is not None
     if cu_seq_lens_q is not None and max_length_q is not None and not on_ranks:
         mask = PackedMask(cu_seq_lens_q.to(torch.int32), int(max_length_q), None, None)

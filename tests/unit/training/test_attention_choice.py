@@ -143,14 +143,61 @@ def test_auto_without_anything_that_keeps_samples_apart_is_an_error_that_ends_in
     support = ModelSupport(why_not_packed=dict.fromkeys(attention.REQUESTS, "they mix"))
     with pytest.raises(ConfigError) as caught:
         resolve("auto", model_supports=support, role="critic")
-    assert caught.value.remedy == "set critic.model.use_remove_padding=False"
+    assert caught.value.remedy == "critic.model.use_remove_padding=False"
 
 
 def test_flash_attn_is_no_remedy_for_a_model_that_cannot_run_it():
     support = ModelSupport(why_not=dict.fromkeys(("flash_attention_2", "varlen", "sdpa"), "the hub's in its place"))
     with pytest.raises(ConfigError) as caught:
         resolve("auto", model_supports=support, ulysses_size=2, flash_attn_importable=False)
-    assert caught.value.remedy == "set ulysses_sequence_parallel_size=1 for this role"
+    assert caught.value.remedy == "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1"
+
+
+PACKED_NEVER = ModelSupport(
+    why_not={"sdpa": "its sinks", "varlen": "its sinks", "flash_attention_2": "the hub's in its place"},
+    why_not_packed={"eager": "they mix"},
+)
+ONLY_FLASH_PACKS = ModelSupport(
+    why_not={"varlen": "too wide"}, why_not_packed={"sdpa": "they mix", "eager": "they mix"}
+)
+
+
+@pytest.mark.parametrize(
+    ("requested", "facts", "remedy"),
+    [
+        (
+            "sdpa",
+            {"model_supports": PACKED_NEVER},
+            "actor_rollout_ref.model.use_remove_padding=False sharding.roles.actor.attn_implementation=auto",
+        ),
+        ("auto", {"model_supports": PACKED_NEVER}, "actor_rollout_ref.model.use_remove_padding=False"),
+        (
+            "auto",
+            {"model_supports": PACKED_NEVER, "ulysses_size": 2},
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 actor_rollout_ref.model.use_remove_padding=False",
+        ),
+        (
+            "auto",
+            {"model_supports": ONLY_FLASH_PACKS, "flash_attn_importable": False},
+            "install flash-attn, or actor_rollout_ref.model.use_remove_padding=False",
+        ),
+        (
+            "auto",
+            {"model_supports": ONLY_FLASH_PACKS, "flash_attn_importable": False, "device_capability": (7, 0)},
+            "actor_rollout_ref.model.use_remove_padding=False",
+        ),
+        (
+            "sdpa",
+            {"model_supports": ONLY_FLASH_PACKS, "flash_attn_importable": False},
+            "install flash-attn sharding.roles.actor.attn_implementation=auto, or"
+            " actor_rollout_ref.model.use_remove_padding=False",
+        ),
+    ],
+)
+def test_what_is_offered_where_nothing_can_run_is_enough(requested, facts, remedy):
+    with pytest.raises(ConfigError) as caught:
+        resolve(requested, **facts)
+    assert caught.value.remedy == remedy
 
 
 def test_what_only_packed_sequences_rule_out_is_taken_without_remove_padding():
@@ -207,6 +254,17 @@ def test_an_attention_by_verls_key_that_sees_a_slice_of_each_row_is_refused(name
 )
 def test_a_models_config_and_source_say_what_it_cannot_run(config, refused):
     assert set(model_support(config).why_not) == refused
+
+
+@pytest.mark.parametrize("auto_class", ["AutoModelForCausalLM", "AutoModelForTokenClassification"])
+def test_a_model_class_of_the_checkpoints_own_is_not_read_in_transformers(auto_class):
+    config = Qwen2Config(auto_map={auto_class: "modeling_mine.Mine"})
+    assert model_support(config) == model_support(Qwen2Config())
+    support = model_support(config, trust_remote_code=True)
+    assert {"sdpa", "eager"} <= set(support.why_not_packed)
+    assert "varlen" in support.why_not
+    config = Qwen2Config(auto_map={"AutoTokenizer": ["tokens_mine.Mine", None]})
+    assert model_support(config, trust_remote_code=True) == model_support(Qwen2Config())
 
 
 def test_a_kernel_that_the_model_would_not_run_is_no_choice():
