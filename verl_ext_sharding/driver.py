@@ -19,6 +19,7 @@ from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
 from verl_ext_sharding.config.distillation import check_teachers
 from verl_ext_sharding.config.dtypes import float16_notes
+from verl_ext_sharding.config.engine_flags import engine_notes
 from verl_ext_sharding.config.facts import job_facts, uses_lora
 from verl_ext_sharding.config.measures import ENGINE_ROLES, RoleMeasures, measures_of
 from verl_ext_sharding.config.micro_batches import check_micro_batches
@@ -152,6 +153,7 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
     spread, maps = layer_plans.plan_spread(config, request, placement, facts)
     table = placement_table(placement, facts)
     notes = offload_notes(request, facts, values, explicit)
+    notes += engine_notes(values, facts, placement, explicit)
     notes += float16_notes(values, list(facts.engines))
     notes += reward_plans.notes(request, facts, values, reward_model)
     return Plan(
