@@ -21,6 +21,7 @@ from verl_ext_sharding.config.distillation import check_teachers
 from verl_ext_sharding.config.dtypes import float16_notes
 from verl_ext_sharding.config.engine_flags import engine_notes
 from verl_ext_sharding.config.facts import job_facts, uses_lora
+from verl_ext_sharding.config.idle_keys import idle_notes
 from verl_ext_sharding.config.measures import ENGINE_ROLES, RoleMeasures, measures_of
 from verl_ext_sharding.config.micro_batches import check_micro_batches
 from verl_ext_sharding.config.offload import offload_notes
@@ -154,6 +155,7 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
     table = placement_table(placement, facts)
     notes = offload_notes(request, facts, values, explicit)
     notes += engine_notes(values, facts, placement, explicit)
+    notes += idle_notes(request, facts, placement, values, explicit)
     notes += float16_notes(values, list(facts.engines))
     notes += reward_plans.notes(request, facts, values, reward_model)
     return Plan(
