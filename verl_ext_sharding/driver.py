@@ -17,8 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext_sharding import envs, layer_plans, model_plans, reward_plans, rollout
 from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange, apply_changes, explicit_keys
+from verl_ext_sharding.config.distillation import check_teachers
 from verl_ext_sharding.config.dtypes import float16_notes
+from verl_ext_sharding.config.engine_flags import engine_notes
 from verl_ext_sharding.config.facts import job_facts, uses_lora
+from verl_ext_sharding.config.idle_keys import idle_notes
 from verl_ext_sharding.config.measures import ENGINE_ROLES, RoleMeasures, measures_of
 from verl_ext_sharding.config.micro_batches import check_micro_batches
 from verl_ext_sharding.config.offload import offload_notes
@@ -142,6 +145,7 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
     check_saved_contents(config, facts)
     checks.check_job(placement, facts)
     check_token_budgets(values, facts, placement)
+    check_teachers(values)
     _check_told_cpus(config, request, facts, placement)
     _check_hf_rollout(config)
     reward = reward_plans.check(config, request, facts, reward_model)
@@ -150,6 +154,8 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
     spread, maps = layer_plans.plan_spread(config, request, placement, facts)
     table = placement_table(placement, facts)
     notes = offload_notes(request, facts, values, explicit)
+    notes += engine_notes(values, facts, placement, explicit)
+    notes += idle_notes(request, facts, placement, values, explicit)
     notes += float16_notes(values, list(facts.engines))
     notes += reward_plans.notes(request, facts, values, reward_model)
     return Plan(
@@ -191,10 +197,11 @@ def uses_hf(config: DictConfig) -> bool:
 
 
 def _check_hf_rollout(config: DictConfig) -> None:
-    from verl_ext_sharding.rollout.checks import check_rollout, check_teachers
+    from verl_ext_sharding.rollout.checks import check_rollout
+    from verl_ext_sharding.rollout.checks import check_teachers as check_served_teachers
 
     distillation = OmegaConf.select(config, "distillation", default=None)
-    for error in check_teachers(OmegaConf.to_container(distillation, resolve=True) if distillation else {}):
+    for error in check_served_teachers(OmegaConf.to_container(distillation, resolve=True) if distillation else {}):
         raise error
     if not uses_hf(config):
         return

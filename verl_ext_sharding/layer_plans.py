@@ -7,7 +7,7 @@ workers reach), the worker makes the same checks before it loads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -70,11 +70,13 @@ def plan_spread(
         The spread of each such role, and the map of each whose model could be read.
 
     Raises:
-        ConfigError: A map is wrong, or layers don't fit `sharding.memory.gpu_gib`.
+        ConfigError: A map is wrong, layers don't fit `sharding.memory.gpu_gib`, or a setting is FSDP's alone.
     """
     spread = spread_roles(request, placement)
     if not spread:
         return {}, {}
+    for role in spread:
+        _check_settings(role, config, request)
     models = {role: meta_model_of(config, role, valued=role == "critic" and role in spread) for role in facts.engines}
     kept = {role: _kept_bytes(config, role, models[role], placement) for role in facts.engines}
     maps = {}
@@ -96,6 +98,53 @@ def plan_spread(
             continue
         maps[role] = _map(config, role, models[role], spread[role])
     return spread, maps
+
+
+def _check_settings(role: str, config: DictConfig, request: ShardingConfig) -> None:
+    """Refuses settings of verl that a model over several devices, sharded by nothing, can't honour."""
+    for key, expected, wrong, remedy in _impossible(role, config, request):
+        found = OmegaConf.select(config, key, default=None)
+        if not wrong(found):
+            continue
+        raise ConfigError(
+            key,
+            expected=f"{expected}, and layout: device_map spreads {role} over the devices of one process",
+            found=str(found),
+            consequence="the run does not start",
+            remedy=remedy,
+        )
+
+
+def _impossible(
+    role: str, config: DictConfig, request: ShardingConfig
+) -> Iterator[tuple[str, str, Callable[[Any], bool], str]]:
+    """Such settings: key, what it should be, whether a value is wrong, remedy."""
+    ours, engine, model = f"sharding.roles.{role}", ENGINE_BLOCK[role], MODEL_BLOCK[role]
+    asked = getattr(request.roles, role)
+    key = f"{engine}.offload_policy"
+    # a reference in the actor's process has no layout of its own, which our key for it asks for
+    offloads = (
+        f"{engine}.param_offload=True" if role == "ref" else f"{ours}.offload.params=true {ours}.offload.optimizer=true"
+    )
+    yield key, "False: it is FSDP2's", bool, f"{key}=False {offloads}"
+    key = f"{model}.use_fused_kernels"
+    if getattr(asked, "logits", None) is None:
+        fused = f"{key}=False" if role == "critic" else f"{key}=False {ours}.logits=fused"
+        yield key, "False: verl's fused kernels read the head's weight where the last layer is", bool, fused
+    key = f"{engine}.qat.enable"
+    yield key, "False: verl trains for quantization with FSDP alone", bool, f"{key}=False"
+    if role != "ref":
+        key = f"{engine}.model_dtype"
+        expected = "fp32 or bf16: gradients of float16 weights can't be scaled"
+        stored = f"{key}=fp32" if asked.dtype is None else f"{ours}.dtype=float32"
+        yield key, expected, _is_float16, f"{stored} {ours}.compute_dtype=float16"
+    if OmegaConf.select(config, f"{model}.target_parameters", default=None):
+        key = f"{model}.lora.merge"
+        yield key, f"False beside {model}.target_parameters", bool, f"{key}=False, or {ours}.layout=fsdp"
+
+
+def _is_float16(dtype: Any) -> bool:
+    return dtype in ("fp16", "float16")  # in the spellings that verl reads (utils/torch_dtypes.py)
 
 
 def planned_rows(config: DictConfig, layer_map: LayerMap) -> tuple[LayerRow, ...]:

@@ -1,4 +1,4 @@
-"""What an engine with its layers over several devices refuses before it builds anything."""
+"""Parts of the engine with its layers over several devices: meta models, optimizer states, clipping, visible devices."""
 
 from __future__ import annotations
 
@@ -12,55 +12,10 @@ import torch
 from transformers import Qwen2Config
 
 from verl_ext_sharding import envs, loading
-from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.engines.cpu import CpuDeviceMapEngineWithLMHead
-from verl_ext_sharding.engines.device_map import DeviceMapEngineMixin
 from verl_ext_sharding.engines.meta_models import meta_model
 from verl_ext_sharding.engines.optimizer_states import move_states
 from verl_ext_sharding.placement.bundles import Promise
-
-
-class Config(SimpleNamespace):
-    """verl's configs are read by attribute and by `get`."""
-
-    def get(self, name, default=None):
-        return getattr(self, name, default)
-
-
-def refused(measures=None, qat=False, model=None, **engine):
-    given = {"offload_policy": False, "use_fused_kernels": False, "forward_only": False, "model_dtype": "fp32"}
-    one = SimpleNamespace(
-        role="actor",
-        measures=measures or RoleMeasures(),
-        engine_config=Config(**{**given, **engine}),
-        model_config=Config(**{"lora": {}, "target_parameters": None, **(model or {})}),
-        _qat_enabled=qat,
-    )
-    one._stored_dtype = lambda: DeviceMapEngineMixin._stored_dtype(one)
-    return [(setting, remedy) for setting, on, remedy in DeviceMapEngineMixin._impossible(one) if on]
-
-
-def test_settings_that_can_be_honoured_are_not_refused():
-    assert refused() == []
-    assert refused(RoleMeasures(logits="fused"), use_fused_kernels=True) == []
-    assert refused(forward_only=True, model_dtype="fp16") == []
-
-
-@pytest.mark.parametrize(
-    ("given", "setting", "remedy"),
-    [
-        ({"offload_policy": True}, "offload_policy", "offload.params=true"),
-        ({"use_fused_kernels": True}, "use_fused_kernels", "sharding.roles.actor.logits=fused"),
-        ({"qat": True}, "QAT", "sharding.roles.actor.layout=fsdp"),
-        ({"model_dtype": "fp16"}, "float16", "sharding.roles.actor.compute_dtype=float16"),
-        ({"model": {"lora": {"merge": True}, "target_parameters": ["a"]}}, "target_parameters", "lora.merge=False"),
-    ],
-    ids=str,
-)
-def test_settings_that_only_fsdp_honours_are_refused_with_another_way(given, setting, remedy):
-    ((found, way),) = refused(**given)
-    assert setting in found
-    assert remedy in way
 
 
 def test_a_pad_id_without_a_row_does_not_stop_the_check_of_a_map():
@@ -101,7 +56,10 @@ def test_gradients_on_host_and_devices_are_clipped_by_their_exact_norm(second):
     before = module.weight.detach().clone()
     engine = object.__new__(CpuDeviceMapEngineWithLMHead)
     engine.module, engine.scaler, engine._qat_enabled = module, None, False
-    engine.optimizer, engine.optimizer_config = torch.optim.SGD(module.parameters(), lr=1.0), Config(clip_grad=1.0)
+    engine.optimizer, engine.optimizer_config = (
+        torch.optim.SGD(module.parameters(), lr=1.0),
+        SimpleNamespace(clip_grad=1.0),
+    )
     engine.homes = {"weight": torch.device("cpu"), "bias": torch.device(second)}
     norm = engine.optimizer_step()
     assert (abs(norm / exact - 1) < 1e-6) == (second == "cuda:0")

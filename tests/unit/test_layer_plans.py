@@ -254,6 +254,53 @@ def test_a_model_that_the_driver_can_not_read_is_left_to_the_worker_with_a_warni
     assert "/no/such/folder" in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("settings", "subject"),
+    [
+        (
+            ["actor_rollout_ref.actor.fsdp_config.offload_policy=True"],
+            "actor_rollout_ref.actor.fsdp_config.offload_policy",
+        ),
+        (["actor_rollout_ref.ref.fsdp_config.offload_policy=True"], "actor_rollout_ref.ref.fsdp_config.offload_policy"),
+        (["actor_rollout_ref.model.use_fused_kernels=True"], "actor_rollout_ref.model.use_fused_kernels"),
+        (["actor_rollout_ref.actor.fsdp_config.qat.enable=True"], "actor_rollout_ref.actor.fsdp_config.qat.enable"),
+        (["actor_rollout_ref.actor.fsdp_config.model_dtype=fp16"], "actor_rollout_ref.actor.fsdp_config.model_dtype"),
+        (["sharding.roles.actor.dtype=float16"], "actor_rollout_ref.actor.fsdp_config.model_dtype"),
+        (
+            ["actor_rollout_ref.model.lora.merge=True", "+actor_rollout_ref.model.target_parameters=[a]"],
+            "actor_rollout_ref.model.lora.merge",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_fsdp_alone_honours_are_refused_and_each_way_out_is_planned(settings, subject, refused, planned):
+    error = refused(*SPREAD_ACTOR, *settings)
+    assert error.subject == subject
+    for way in error.remedy.split(", or "):
+        planned(*SPREAD_ACTOR, *settings, *shlex.split(way))
+
+
+def test_a_spread_critic_is_told_what_it_has_a_key_for(refused, planned):
+    for key in ("critic.fsdp.offload_policy", "critic.model.use_fused_kernels"):
+        error = refused(*SPREAD_CRITIC, f"{key}=True")
+        assert error.subject == key
+        planned(*SPREAD_CRITIC, f"{key}=True", *shlex.split(error.remedy))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["sharding.roles.actor.logits=fused"],
+        ["actor_rollout_ref.ref.fsdp_config.model_dtype=fp16"],  # it never trains
+        ["critic.fsdp.offload_policy=True"],  # it is sharded
+        ["actor_rollout_ref.model.lora.merge=True"],
+    ],
+    ids=str,
+)
+def test_settings_that_a_spread_model_honours_are_planned(settings, planned):
+    planned(*SPREAD_ACTOR, *settings)
+
+
 # What is shown
 
 

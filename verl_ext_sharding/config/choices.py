@@ -95,6 +95,7 @@ CHOICES = (
     Choice(key="algorithm.pf_ppo.reweight_method", names=("pow", "max_min", "max_random")),
     Choice(key="algorithm.rollout_correction.rollout_is", names=("token", "sequence")),
     Choice(key="algorithm.rollout_correction.loss_type", names=("ppo_clip", "reinforce")),
+    Choice(key="distillation_loss.loss_mode", names=("forward_kl_topk", *_KL[:-1]), registry=True),
     Choice(key="data.truncation", names=("error", "left", "right", "middle")),
     Choice(
         key="optim.lr_scheduler_type",

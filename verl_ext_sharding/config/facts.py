@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,9 @@ _ULYSSES = "ulysses_sequence_parallel_size"
 
 UNSET = "unset"
 """Backend of servers whose name verl's config leaves open (`???`)."""
+
+TEACHER = "teacher_model"
+"""verl's own name of a teacher."""
 
 FSDP = ("fsdp", "fsdp2", "fsdp_turbo")
 """Strategies whose block is `fsdp_config` of actor and ref, and `fsdp` of the critic."""
@@ -263,18 +266,25 @@ def _reward(config: DictConfig) -> ServerFacts | None:
 def _teacher(config: DictConfig) -> ServerFacts | None:
     if not _get(config, "distillation.enabled", False):
         return None
-    names = [str(name) for name in _get(config, "distillation.teacher_models", {})]
-    # The default name counts only alone, where its servers fill the pool (workers/config/distillation.py).
-    several = [name for name in names if name != "teacher_model"]
-    blocks = [f"distillation.teacher_models.{name}" for name in several or ["teacher_model"]]
+    names = teacher_names(map(str, _get(config, "distillation.teacher_models", {})))
+    blocks = [f"distillation.teacher_models.{name}" for name in names]
     servers = [_server(config, f"{block}.inference", _own(config, "distillation")) for block in blocks]
-    if not several:
+    if names == [TEACHER]:
         return servers[0]
     replicas: list[int] = []
     for block, server in zip(blocks, servers, strict=True):
         key = f"{block}.num_replicas"
         replicas += [server.ranks_per_replica] * (_count(config, key, 1) if _get(config, key, 0) else 0)
     return replace(servers[0], replicas=tuple(replicas))
+
+
+def teacher_names(written: Iterable[str]) -> list[str]:
+    """The teachers that verl starts (`DistillationConfig`, workers/config/distillation.py).
+
+    Args:
+        written: Names below `distillation.teacher_models`. verl's own counts only alone, where its servers fill the pool.
+    """
+    return [name for name in written if name != TEACHER] or [TEACHER]
 
 
 def _transfer_queue_units(config: DictConfig) -> int:

@@ -20,7 +20,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from verl_ext_sharding.config.measures import LayerSpread
+from verl_ext_sharding.config.measures import MODEL_BLOCK, LayerSpread
 from verl_ext_sharding.engines.measured import MeasuredEngineMixin
 from verl_ext_sharding.engines.merged_weights import merge_obstacle, merged_weights
 from verl_ext_sharding.engines.meta_models import meta_model
@@ -39,9 +39,6 @@ _STATES = 2
 """Tensors that AdamW keeps for each parameter, in the parameter's dtype."""
 
 
-_UNMERGED = "actor_rollout_ref.model.lora.merge=False, or {key}.layout=fsdp"
-
-
 class DeviceMapEngineMixin(MeasuredEngineMixin):
     """In front of one of verl's FSDP engines, in a process group of one rank."""
 
@@ -49,7 +46,6 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
     optimizer_config: Any
     checkpoint_manager: Any
     _is_lora: bool
-    _qat_enabled: bool
     layer_map: LayerMap
     homes: dict[str, torch.device]
     """Device of each parameter and buffer while the model is in use."""
@@ -65,43 +61,8 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
                 consequence="the run stops before the model loads",
                 remedy=f"sharding.roles.{self.role}.layout=fsdp shards the model over the ranks",
             )
-        for setting, on, remedy in self._impossible():
-            if on:
-                raise ConfigError(
-                    f"sharding.roles.{self.role}.layout=device_map",
-                    expected=f"no {setting}",
-                    found="both",
-                    consequence="the run stops before the model loads",
-                    remedy=remedy,
-                )
         self.spread = self.measures.layers or LayerSpread(devices=tuple(range(get_platform().device_count())))
         self.devices = _devices(len(self.spread.devices))
-
-    def _impossible(self) -> Iterator[tuple[str, bool, str]]:
-        """Settings of verl that an unsharded model over several devices can't honour: name, whether it is on, remedy."""
-        key, engine, model = f"sharding.roles.{self.role}", self.engine_config, self.model_config
-        trains = not engine.forward_only
-        yield (
-            "offload_policy, which is FSDP2's",
-            bool(engine.offload_policy),
-            f"{key}.offload.params=true {key}.offload.optimizer=true",
-        )
-        yield (
-            "use_fused_kernels of verl, which read the head's weight where the last layer is",
-            bool(engine.use_fused_kernels) and self.measures.logits is None,
-            f"{key}.logits=fused, which is the same by ours",
-        )
-        yield "QAT", bool(self._qat_enabled), f"{key}.layout=fsdp"
-        yield (
-            "float16 weights that are trained: their gradients can't be scaled",
-            trains and self._stored_dtype() == torch.float16,
-            f"{key}.dtype=float32 {key}.compute_dtype=float16",
-        )
-        yield (
-            "lora.merge with target_parameters",
-            bool(model.lora.get("merge", False)) and bool(model.get("target_parameters", None)),
-            _UNMERGED.format(key=key),
-        )
 
     # Building
 
@@ -121,7 +82,7 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
                 expected="adapters that can be merged into the weights",
                 found=obstacle,
                 consequence="the run stops before training",
-                remedy=_UNMERGED.format(key=f"sharding.roles.{self.role}"),
+                remedy=f"{MODEL_BLOCK[self.role]}.lora.merge=False, or sharding.roles.{self.role}.layout=fsdp",
             )
         return module
 
