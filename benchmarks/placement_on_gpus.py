@@ -65,7 +65,7 @@ LAYOUTS: dict[str, dict[str, list[int]]] = {
     "plain": {},
     "measures": {},
     "capped": {"actor": [0, 1], "critic": [1], "ref": [0]},
-    "wrong": {"actor": [0, 7]},
+    "wrong": {},
 }
 EXTRA = {
     "spread": ["sharding.roles.actor.layout=device_map", "sharding.roles.critic.layout=device_map"],
@@ -124,6 +124,7 @@ PHASES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor
 
 def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Namespace) -> list[str]:
     """verl's overrides for one layout."""
+    samples = max(1, min(4, args.batch // gpus))
     lines = [
         "trainer.plugin=sharding",
         "trainer.nnodes=1",
@@ -146,12 +147,12 @@ def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Names
         "actor_rollout_ref.actor.strategy=fsdp2",
         "critic.strategy=fsdp2",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={args.batch}",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "critic.ppo_micro_batch_size_per_gpu=4",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={samples}",
+        "critic.use_dynamic_bsz=True",  # as the v1 trainer has it, whatever stands here
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
         "actor_rollout_ref.ref.fsdp_config.use_torch_compile=False",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={samples}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={samples}",
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         f"actor_rollout_ref.rollout.gpu_memory_utilization={args.gpu_memory_utilization}",
@@ -165,21 +166,21 @@ def overrides(layout: str, files: assets.Assets, gpus: int, args: argparse.Names
         f"reward.custom_reward_function.path={files.reward}",
         f"actor_rollout_ref.rollout.name={'hf' if layout == 'hf' or not util.find_spec('vllm') else 'vllm'}",
     ]
-    if util.find_spec("flash_attn") is None:
+    if util.find_spec("flash_attn") is None and layout != "measures":  # which asks for an attention of its own
         for model in ("actor_rollout_ref.model", "critic.model"):
-            packed = layout == "measures"  # varlen needs no flash-attn
-            lines += [f"+{model}.override_config.attn_implementation=sdpa", f"{model}.use_remove_padding={packed}"]
+            lines += [f"+{model}.override_config.attn_implementation=sdpa", f"{model}.use_remove_padding=False"]
     if layout == "capped":
         lines.append("actor_rollout_ref.model.external_lib=capped_rank")
     lines += EXTRA.get(layout, [])
-    lines += [f"sharding.roles.{role}.devices={devices}".replace(" ", "") for role, devices in LAYOUTS[layout].items()]
+    devices = {"actor": [0, gpus]} if layout == "wrong" else LAYOUTS[layout]
+    lines += [f"sharding.roles.{role}.devices={places}".replace(" ", "") for role, places in devices.items()]
     return lines + args.overrides
 
 
 class Run:
     """One job in a process of its own."""
 
-    def __init__(self, layout: str, folder: Path, lines: list[str], gpu: int | None, args: argparse.Namespace) -> None:
+    def __init__(self, layout: str, folder: Path, lines: list[str], gpu: str | None, args: argparse.Namespace) -> None:
         self.layout, self.log = layout, folder / "output.log"
         self.settings: dict[str, set[tuple[str | None, ...]]] = {}
         self.environments = folder / "environments"
@@ -201,7 +202,7 @@ class Run:
         if args.same_samples:
             env["VLLM_BATCH_INVARIANT"] = "1"
         if gpu is not None:
-            env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            env["CUDA_VISIBLE_DEVICES"] = gpu
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
@@ -333,7 +334,11 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
-    fits = [name for name, roles in LAYOUTS.items() if max([d for r in roles.values() for d in r], default=0) < gpus]
+    fits = [
+        name
+        for name, roles in LAYOUTS.items()
+        if name not in MUST_FAIL and max([device for places in roles.values() for device in places], default=0) < gpus
+    ]
     layouts = args.layouts.split(",") if args.layouts else fits
     files = assets.build(assets.TinyModel(vocab_size=151936, **SHAPES[args.model]))
     root = args.keep or Path(tempfile.mkdtemp())
@@ -343,7 +348,7 @@ def main() -> int:
     for index, layout in enumerate(layouts):
         folder = root / layout
         folder.mkdir(parents=True, exist_ok=True)
-        pinned = index % gpus if args.pin else None
+        pinned = _visible(gpus)[index % gpus] if args.pin else None
         runs.append(_start(layout, folder, files, 1 if layout in ON_ONE_GPU else gpus, pinned, args))
         if not at_once:
             rows.append(_finish(runs[-1], args.timeout_s))
@@ -354,8 +359,14 @@ def main() -> int:
     return int(failed or (args.same_samples and apart > TOLERANCE))
 
 
+def _visible(gpus: int) -> list[str]:
+    """The GPUs that this process may use, as a job of its own is told of them."""
+    exported = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return exported.split(",") if exported else [str(index) for index in range(gpus)]
+
+
 def _start(
-    layout: str, folder: Path, files: assets.Assets, gpus: int, pinned: int | None, args: argparse.Namespace
+    layout: str, folder: Path, files: assets.Assets, gpus: int, pinned: str | None, args: argparse.Namespace
 ) -> tuple:
     memory = PeakMemory()
     memory.start()

@@ -88,7 +88,7 @@ def prepare(
     with resolving(config):
         _check_added(config, explicit, added)
         request, applied = _apply_request(config, explicit, environ, ranks)
-        notes = sft.notes(request, values_of(config), ranks.world_size)
+        notes = sft.notes(request, values_of(config), ranks.world_size, explicit)
         spec = _spec(request, ranks, OmegaConf.select(config, "trainer.seed", default=None))
     return SftPlan(request=request, ranks=ranks, changes=tuple(applied), spec=spec, notes=tuple(notes))
 

@@ -6,7 +6,7 @@ they have there. Its processes are started by torchrun or accelerate, which also
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.changes import KeyChange
 from verl_ext_sharding.config.dtypes import float16_notes
+from verl_ext_sharding.config.engine_flags import check_flags, unread_flags
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, handled_keys
 from verl_ext_sharding.config.offload import offload_notes
 from verl_ext_sharding.config.schema import ShardingConfig
@@ -100,13 +101,16 @@ def translate(request: ShardingConfig, current: Mapping[str, Any], num_ranks: in
     return changes
 
 
-def notes(request: ShardingConfig, current: Mapping[str, Any], num_ranks: int) -> list[str]:
+def notes(
+    request: ShardingConfig, current: Mapping[str, Any], num_ranks: int, explicit: Collection[str] = ()
+) -> list[str]:
     """One sentence for each key that verl reads otherwise than its name says.
 
     Args:
         request: The user's request.
         current: verl's resolved values by dotted key, with what the request set.
         num_ranks: Processes of the job, 1 or more.
+        explicit: verl's keys that the user wrote on the command line.
 
     Raises:
         ConfigError: Offload flags that break the run together, or that ask for what verl can't do.
@@ -115,6 +119,8 @@ def notes(request: ShardingConfig, current: Mapping[str, Any], num_ranks: int) -
     said = offload_notes(request, _facts(engine, num_ranks), current, blocks=_BLOCKS)
     if engine in _FSDP:
         said += float16_notes(current, [ROLE], _BLOCKS)
+    check_flags(engine, "engine", current, ranks=num_ranks)
+    said += unread_flags(engine, "engine", "model", current, explicit)
     return said + batch_notes(engine, current, num_ranks)
 
 

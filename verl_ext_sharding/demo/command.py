@@ -64,7 +64,7 @@ def _job(assets: Assets, num_devices: int, steps: int) -> list[str]:
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
-        "critic.ppo_micro_batch_size_per_gpu=2",
+        "critic.use_dynamic_bsz=True",  # as the v1 trainer has it, whatever stands here
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "critic.optim.lr=1e-3",
         "actor_rollout_ref.rollout.calculate_log_probs=True",
