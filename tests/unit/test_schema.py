@@ -49,6 +49,11 @@ def nested(key, value):
     return value
 
 
+def typed(text):
+    """A value as Hydra reads it."""
+    return OverridesParser.create().parse_override(f"x={text}").value()
+
+
 def hint_of(key):
     cls = ShardingConfig
     *path, name = key.split(".")[1:]
@@ -128,8 +133,7 @@ def test_a_plain_value_in_place_of_a_block_is_refused_with_a_key_of_it(path, val
     assert error.found == str(value)
     key, _, text = error.remedy.strip("'").partition("=")
     assert key.startswith(path)
-    typed = OverridesParser.create().parse_override(f"x={text}").value()
-    assert ShardingConfig.parse(nested(key, typed))
+    assert ShardingConfig.parse(nested(key, typed(text)))
 
 
 @pytest.mark.parametrize("path", BLOCKS[1:])
@@ -182,7 +186,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_key_and_value_and_a_type_
         assert error.subject == key, sample
         assert error.found == ("null" if sample is None else str(sample))
         assert error.expected
-        assert error.remedy.startswith(f"{key}=")
+        assert error.remedy.strip("'").startswith(f"{key}=")
 
 
 @pytest.mark.parametrize("key", LEAVES)
@@ -191,9 +195,9 @@ def test_the_value_that_an_error_offers_is_accepted(key):
         try:
             ShardingConfig.parse(nested(key, sample))
         except ConfigError as error:
-            offered = error.remedy.partition("=")[2]
+            offered = error.remedy.strip("'").partition("=")[2]
             if offered != "<text>" and error.subject == key:
-                ShardingConfig.parse(nested(key, OmegaConf.from_dotlist([f"x={offered}"]).x))
+                ShardingConfig.parse(nested(key, typed(offered)))
 
 
 @pytest.mark.parametrize("key", LEAVES)
@@ -418,6 +422,27 @@ def test_a_key_without_its_block_or_by_another_name_is_answered_with_the_right_o
         ("sharding.roles.actor.max_tokens", "16k", "sharding.roles.actor.max_tokens=16384"),
         ("sharding.roles.actor.max_tokens", -1, "sharding.roles.actor.max_tokens=null"),
         ("sharding.roles.actor.gradient_checkpointing", "none", "sharding.roles.actor.gradient_checkpointing=false"),
+        (
+            "sharding.roles.actor.gradient_checkpointing",
+            "every:2",
+            "'sharding.roles.actor.gradient_checkpointing={every:2}'",
+        ),
+        (
+            "sharding.roles.actor.gradient_checkpointing",
+            "budget:0.2",
+            "'sharding.roles.actor.gradient_checkpointing={budget:0.2}'",
+        ),
+        (
+            "sharding.roles.actor.gradient_checkpointing",
+            0.2,
+            "'sharding.roles.actor.gradient_checkpointing={budget:0.2}'",
+        ),
+        (
+            "sharding.roles.actor.gradient_checkpointing",
+            "4GiB",
+            "'sharding.roles.actor.gradient_checkpointing={budget:4GiB}'",
+        ),
+        ("sharding.roles.actor.device_map", [0, 1], "sharding.roles.actor.device_map=auto"),
         ("sharding.roles.actor.gradient_checkpointing", "never", "sharding.roles.actor.gradient_checkpointing=false"),
         ("sharding.roles.actor.offload.optimizer", "none", "sharding.roles.actor.offload.optimizer=false"),
         ("sharding.roles.actor.offload.params", "None", "sharding.roles.actor.offload.params=false"),

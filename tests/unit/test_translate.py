@@ -9,6 +9,7 @@ from verl_ext_sharding.config.changes import apply_changes
 from verl_ext_sharding.config.facts import job_facts
 from verl_ext_sharding.config.measures import handled_keys
 from verl_ext_sharding.config.micro_batches import check_micro_batches
+from verl_ext_sharding.config.offload import offload_notes
 from verl_ext_sharding.config.reward_keys import acting_keys
 from verl_ext_sharding.config.schema import ShardingConfig
 from verl_ext_sharding.config.translate import _without_effect, request_of, role_changes, translate, values_of
@@ -411,7 +412,10 @@ def request_for(key, sample):
 def outcome(request, config):
     """The error that a request ends in, if any, and the keys that became keys of verl."""
     try:
-        return None, {change.why for change in translated(request, config)}
+        whys = {change.why for change in translated(request, config)}
+        _, facts, values = _read[id(config)]
+        offload_notes(request, facts, values)
+        return None, whys
     except ConfigError as error:
         return error, set()
 

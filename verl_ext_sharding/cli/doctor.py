@@ -38,7 +38,9 @@ def run(*, as_json: bool) -> int:
         for p in patches
     ]
     render.show(
-        render.table("Patches of a run with trainer.plugin=sharding (none acts in any other run)", columns, cells)
+        render.table(
+            "Patches of a run with trainer.plugin=sharding (others pass through them unchanged)", columns, cells
+        )
     )
     for problem in problems:
         render.show(f"problem: {problem}")

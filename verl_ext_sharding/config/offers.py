@@ -6,11 +6,13 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Union
 
 from verl_ext_sharding.config.arguments import as_override
-from verl_ext_sharding.errors import did_you_mean
+from verl_ext_sharding.config.checkpointing_policy import read_policy
+from verl_ext_sharding.errors import ConfigError, did_you_mean
 
 _SWITCHES = {
     "true": ("1", "yes", "on", "enable", "enabled"),
@@ -53,9 +55,11 @@ def instead(options: Sequence[Any], value: Any) -> str:
         options: Of the key, from `options_of`.
         value: What was written.
     """
-    block = options[0] if is_block(options[0]) else None
-    if block is not None and (found := _in_block(block, value)) is not None:
+    if is_block(options[0]) and (found := _in_block(options[0], value)) is not None:
         return found
+    block = next(filter(is_block, options), None)
+    if block is not None and (pair := _as_pair(block, value)) is not None:
+        return f"={{{pair}}}"
     text, words = str(value).lower(), [option for option in options if isinstance(option, str)]
     switch = next((name for name, spellings in _SWITCHES.items() if text in spellings), None)
     if bool in options and switch:
@@ -70,6 +74,19 @@ def instead(options: Sequence[Any], value: Any) -> str:
         (word for word in words if text and word.startswith(text)), None
     )
     return f"={close}" if close else _example(options)
+
+
+def _as_pair(block: Any, value: Any) -> str | None:
+    """A key of a block with its value where these stand without braces, which a shell takes if nothing quotes them; or a budget."""
+    name, sign, _ = str(value).partition(":")
+    if sign and name in names_of(block):
+        return str(value)
+    if "budget" not in names_of(block) or isinstance(value, bool):
+        return None
+    with suppress(ConfigError):
+        read_policy({"budget": value}, key="")
+        return f"budget:{value}"
+    return None
 
 
 def _in_block(block: Any, value: Any) -> str | None:
@@ -98,6 +115,6 @@ def _example(options: Sequence[Any]) -> str:
     for option in options:
         if isinstance(option, str):
             return f"={option}"
-    examples = {list: "[0]", bool: "true", int: "1", float: "0.5", str: "<text>"}
     plain = [typing.get_origin(option) or option for option in options]
+    examples = {list: "[0]", bool: "true", int: "1", float: "0.5", str: "auto" if Mapping in plain else "<text>"}
     return "=" + next((examples[option] for option in plain if option in examples), "null")

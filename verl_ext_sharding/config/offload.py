@@ -11,6 +11,7 @@ from verl_ext_sharding.config.measures import ENGINE_BLOCK, MODEL_BLOCK
 from verl_ext_sharding.config.model_size import num_parameters
 from verl_ext_sharding.config.offload_plan import OffloadFlags, reference_notes, size_on_host, trained_notes
 from verl_ext_sharding.config.schema import RoleConfig, ShardingConfig
+from verl_ext_sharding.config.translate import is_spread
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.job import JobFacts
 
@@ -49,10 +50,8 @@ def offload_notes(
 def _roles(request: ShardingConfig, facts: JobFacts) -> Iterator[str]:
     """Roles that verl's FSDP engines shard; layers spread over the devices of one process have an engine of ours."""
     for role, engine in facts.engines.items():
-        asked = getattr(request.roles, role)
-        follows = role == "ref" and asked.devices is None and asked.layout is None  # the actor, in its process
-        layout = request.roles.actor.layout if follows else asked.layout
-        if engine.strategy not in ("fsdp", "fsdp2") or layout == "device_map" or (role == "ref" and facts.ref_in_actor):
+        ours = is_spread(role, request) or (role == "ref" and facts.ref_in_actor)
+        if engine.strategy not in ("fsdp", "fsdp2") or ours:
             continue
         yield role
 

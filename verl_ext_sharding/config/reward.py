@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:  # every worker reads this module when verl is imported, and the schema takes longest of all of ours
     from verl_ext_sharding.config.schema import ShardingConfig
@@ -54,7 +54,8 @@ class RewardServerSettings:
         if self.attn_implementation is not None and self.attn_implementation not in ATTENTION:
             raise _bad("attn_implementation", " | ".join(ATTENTION), self.attn_implementation, "auto")
         if isinstance(self.device_map, str) and self.device_map not in DEVICE_MAPS:
-            raise _bad("device_map", " | ".join(DEVICE_MAPS) + " | {module: device}", self.device_map, "auto")
+            close = did_you_mean(self.device_map, DEVICE_MAPS) or "auto"
+            raise _bad("device_map", " | ".join(DEVICE_MAPS) + " | {module: device}", self.device_map, close)
         device = self.execution_device
         if device is not None and not _NUMBERED.fullmatch(device):
             raise _bad("execution_device", "cpu, or a device with its number such as cuda:0", device, _numbered(device))

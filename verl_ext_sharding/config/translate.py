@@ -76,7 +76,7 @@ def translate(
     """
     changes: list[KeyChange] = []
     for role in ("actor", "ref", "critic"):
-        changes += role_changes(role, getattr(request.roles, role), facts)
+        changes += role_changes(role, getattr(request.roles, role), facts, spread=is_spread(role, request))
     changes += accompanying_changes(request, facts, current)
     _check_fused(request, current)
     changes += translate_limits(request.roles.rollout, current, context_length=None, explicit=explicit)
@@ -84,17 +84,26 @@ def translate(
     changes += reward_changes(request, facts, placement, current, reward_model)
     limits = {f"sharding.roles.rollout.{name}" for name in ROLLOUT_LIMITS}  # they act even where they change nothing
     handled = limits | {change.why for change in changes} | set(handled_keys(request))
+    handled.add("sharding.roles.ref.offload.params")  # `offload_notes` says what becomes of it
     refuse_unsupported(request, handled=handled | set(acting_keys(request, facts, current)))
     return changes
 
 
-def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[KeyChange]:
+def is_spread(role: str, request: ShardingConfig) -> bool:
+    """Whether the layers of a role are spread over the devices of one process: its own layout, or that of the actor it follows."""
+    asked = getattr(request.roles, role)
+    follows = role == "ref" and asked.devices is None and asked.layout is None
+    return bool((request.roles.actor if follows else asked).layout == "device_map")
+
+
+def role_changes(role: str, config: RoleConfig, facts: JobFacts, *, spread: bool = False) -> Iterator[KeyChange]:
     """verl's keys of one trained role, where its engine stands in a PPO config.
 
     Args:
         role: "actor", "ref" or "critic".
         config: What the user asked for it.
         facts: The job; of it, the role's engine counts.
+        spread: See `is_spread`.
 
     Raises:
         ConfigError: The job has no such role, its engine is not FSDP, or two settings exclude each other.
@@ -112,8 +121,8 @@ def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[Key
     if config.compute_dtype is not None:
         precision = {"param_dtype": _DTYPES[config.compute_dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
         yield KeyChange(key=f"{engine}.mixed_precision", new=precision, why=f"{prefix}.compute_dtype")
-    if role == "ref" and (config.gradient_checkpointing or config.offload.activations or config.offload.optimizer):
-        raise _no_backward(prefix)
+    if role == "ref":
+        _refuse_backward(prefix, config)
     alone = role == "actor" and (
         facts.ref_in_actor or "ref" not in facts.engines
     )  # else the key is its reference's too
@@ -124,7 +133,6 @@ def role_changes(role: str, config: RoleConfig, facts: JobFacts) -> Iterator[Key
         key = f"{MODEL_BLOCK[role]}.enable_gradient_checkpointing"
         on, ours = config.gradient_checkpointing is not False, not isinstance(config.gradient_checkpointing, bool)
         yield KeyChange(key=key, new=on, why=f"{prefix}.gradient_checkpointing", implied=ours)
-    spread = config.layout == "device_map"
     if config.offload.params is not None and (role != "ref" or spread):
         yield KeyChange(key=f"{engine}.param_offload", new=config.offload.params, why=f"{prefix}.offload.params")
     if config.offload.optimizer is not None and role != "ref":
@@ -204,7 +212,7 @@ def refuse_unsupported(request: ShardingConfig, handled: set[str]) -> None:
     Raises:
         ConfigError: Names the first such key.
     """
-    for role in ENGINE_ROLES:
+    for role in (*ENGINE_ROLES, "reward"):
         asked = getattr(request.roles, role)
         if asked.device_map != "auto" and asked.layout != "device_map":
             raise _map_without_layout(role, asked.device_map)
@@ -244,21 +252,28 @@ def _is_default_effect(key: str, value: Any) -> bool:
     return (key, value) == ("sharding.fit", "off")
 
 
-def _no_backward(prefix: str) -> ConfigError:
-    return ConfigError(
-        prefix,
-        expected="no gradient_checkpointing and no offload of activations or optimizer: the reference never trains",
-        found="at least one of them",
-        consequence="the run does not start",
-        remedy=f"remove {prefix}.gradient_checkpointing, {prefix}.offload.activations and {prefix}.offload.optimizer",
-    )
+def _refuse_backward(prefix: str, config: RoleConfig) -> None:
+    given = {
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "offload.activations": config.offload.activations,
+        "offload.optimizer": config.offload.optimizer,
+    }
+    asked = [name for name, value in given.items() if value]
+    if asked:
+        raise ConfigError(
+            f"{prefix}.{asked[0]}",
+            expected="null or false: the reference never trains",
+            found=" and ".join(asked),
+            consequence="the run does not start",
+            remedy="remove " + " and ".join(f"{prefix}.{name}" for name in asked),
+        )
 
 
 def _map_without_layout(role: str, device_map: Any) -> ConfigError:
     return ConfigError(
         f"sharding.roles.{role}.device_map",
         expected=f"sharding.roles.{role}.layout=device_map beside it",
-        found=f"{device_map} with the layout fsdp, which shards every layer",
+        found=f"{device_map} without it",
         consequence="the run does not start, since the map would be skipped",
         remedy=f"sharding.roles.{role}.layout=device_map, or remove sharding.roles.{role}.device_map",
     )

@@ -94,7 +94,11 @@ class GenerationEngine:
         return self._merging.kv_cache_bytes
 
     def submit(self, row: Row) -> Future[Row]:
-        """Queues a request; its future gives the row back once it has ended, or the error that ended it."""
+        """Queues a request; its future gives the row back once it has ended, or the error that ended it.
+
+        Raises:
+            RolloutError: The engine is closed.
+        """
         with self._condition:
             if self._closed:
                 raise _closed()
@@ -103,7 +107,11 @@ class GenerationEngine:
         return row.future
 
     def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
-        """Runs a function in the engine's thread between two tokens (of a static batch: after it)."""
+        """Runs a function in the engine's thread between two tokens (of a static batch: after it).
+
+        Raises:
+            RolloutError: The engine is closed.
+        """
         call = _Call(function, args)
         with self._condition:
             if self._closed:

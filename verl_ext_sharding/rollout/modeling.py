@@ -47,11 +47,6 @@ class HostedModel:
         here = (parameter for parameter in self.model.parameters() if parameter.device.type == self.device.type)
         return sum(parameter.nbytes for parameter in here)
 
-    @property
-    def full_weight_bytes(self) -> int:
-        """Bytes of the parameters when they are there."""
-        return sum(self._shapes[name].numel() * p.element_size() for name, p in self.model.named_parameters())
-
     def discard(self) -> None:
         """Frees the weights; `allocate` and a complete update bring them back."""
         self._move(lambda parameter, _: parameter.data.new_empty(0, device=self.device))
