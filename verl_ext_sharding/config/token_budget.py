@@ -269,7 +269,7 @@ def check_batch_kinds(values: Mapping[str, Any], facts: JobFacts) -> None:
         if missing:
             raise ConfigError(
                 missing[0].lstrip("+"),
-                expected=f"samples of one micro-batch of {role}, since {switch} is off",
+                expected=f"samples of one micro-batch of {role}, since {switch.lstrip('+')} is off",
                 found="null",
                 consequence="the run does not start",
                 remedy=f"{' '.join(f'{size}=1' for size in missing)}, or {switch}=True",
@@ -286,4 +286,4 @@ def _fixed_batches(values: Mapping[str, Any], facts: JobFacts) -> Iterator[tuple
         engine = critic_engine(facts.engines["critic"].strategy)
         switch = f"{engine}.use_dynamic_bsz"
         if not values.get(switch, True):
-            yield "critic", switch, [f"++{engine}.{part}micro_batch_size_per_gpu" for part in ("", "infer_")]
+            yield "critic", f"++{switch}", [f"++{engine}.{part}micro_batch_size_per_gpu" for part in ("", "infer_")]
