@@ -128,8 +128,8 @@ class BundlePoolManager(ResourcePoolManager):
         self._finalize()
 
     def get_n_gpus(self) -> int:
-        """Devices that hold a role: what verl divides throughput by."""
-        return len(self.spec.placement.used)
+        """Devices that hold a role, those of verl's own pools included: what verl divides throughput by."""
+        return len(self.spec.placement.used) + sum(map(sum, self._stock_pools.values()))
 
 
 def reserve(spec: RunSpec) -> dict[int, Bundle]:
