@@ -105,6 +105,7 @@ class TaskRunnerGate:
             hybrid_rollout=self._plan.facts.hybrid_rollout,
             bundle_cpus=bundle_cpus,
             timeout_s=self._plan.request.placement.timeout_s,
+            reward_workers=self._plan.facts.reward_workers,
             measures=self._plan.measures,
             guards=Guards.of(self._plan.request.guards),
             reward=self._plan.reward,
