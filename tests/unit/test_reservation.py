@@ -132,3 +132,24 @@ def test_room_that_another_job_took_meanwhile_is_waited_for_and_not_beyond_the_t
     freed_at = now[0] + 2.0
     pools.reserve(run)
     assert len(ray.asked) == 2
+
+
+# What inference servers take for granted
+
+ROLLOUT = "actor_rollout_ref.rollout.name"
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang", "trtllm", "hf"])
+@pytest.mark.parametrize(
+    ("ids", "refused"), [("01", ()), ("10", ("trtllm",)), ("0", ("sglang",))], ids=["in order", "turned", "words"]
+)
+def test_ids_and_bundles_that_servers_could_not_find_devices_by_end_the_run(backend, ids, refused, job, cluster):
+    ray = cluster(ids=ids)
+    run = spec(job(("actor",), devices=2), {"actor": [0]}, backends={ROLLOUT: backend, "other.name": "vllm"})
+    if backend not in refused:
+        pools.reserve(run)
+        return
+    with pytest.raises(ClusterError) as caught:
+        pools.reserve(run)
+    assert caught.value.remedy.endswith(f"or {ROLLOUT}=vllm")
+    assert ray.removed == ["trainer0"]

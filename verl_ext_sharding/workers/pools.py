@@ -202,6 +202,7 @@ def reserve(spec: RunSpec, own: Collection[str] = ()) -> Reservation:
     logger.info("devices: %s", {d: (b.promise.node_id[:8], b.promise.accelerator_id) for d, b in bundles.items()})
     try:
         _check_nodes(spec, bundles)
+        _check_backends(spec, bundles)
     except ClusterError:
         _remove(every)
         raise
@@ -283,6 +284,33 @@ def _check_nodes(spec: RunSpec, bundles: dict[int, Bundle]) -> None:
         remedy="start Ray once on each machine (`ray status` shows its nodes), or name the nodes by their addresses: "
         "sharding.roles.<role>.devices={<address>: [...], ...}",
     )
+
+
+def _check_backends(spec: RunSpec, bundles: dict[int, Bundle]) -> None:
+    """What some inference servers take for granted of the devices' ids and of the order of the bundles."""
+    topology = spec.placement.topology
+    words = sorted({b.promise.accelerator_id for b in bundles.values() if not b.promise.accelerator_id.isdigit()})
+    if words and "sglang" in spec.backends.values():
+        raise ClusterError(
+            "ids of the job's devices",
+            expected="numbers, as SGLang's servers read them (async_sglang_server.py)",
+            found=", ".join(words),
+            consequence="the run stops before models load, after which the servers could not start",
+            remedy=f"start Ray with numbers in CUDA_VISIBLE_DEVICES, or without it; or {_another(spec, 'sglang')}",
+        )
+    moved = [device for device, bundle in bundles.items() if bundle.index != topology.local(device)]
+    if moved and "trtllm" in spec.backends.values():
+        raise ClusterError(
+            "order of the job's devices",
+            expected="bundles in the order of the devices' ids, by which TensorRT-LLM's servers find their devices",
+            found=f"device {moved[0]} in bundle {bundles[moved[0]].index} of its node",
+            consequence="the run stops, since servers would be on other devices than planned",
+            remedy=f"start the run again, or {_another(spec, 'trtllm')}",
+        )
+
+
+def _another(spec: RunSpec, backend: str) -> str:
+    return " ".join(f"{key}=vllm" for key, name in spec.backends.items() if name == backend)
 
 
 def _views(pool: Pool, placement: Placement, bundles: dict[int, Bundle]) -> list[BundleView]:
