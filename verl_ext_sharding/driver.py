@@ -36,6 +36,7 @@ from verl_ext_sharding.config.translate import request_of, translate, values_of
 from verl_ext_sharding.config.values import resolving, whole_number
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement import checks, resources
+from verl_ext_sharding.placement.backends import check_backends
 from verl_ext_sharding.placement.bundles import Layout, Placement, place
 from verl_ext_sharding.placement.device_map import LayerMap
 from verl_ext_sharding.placement.job import JobFacts
@@ -144,6 +145,7 @@ def _plan(config: DictConfig, explicit: Mapping[str, str], node_names: tuple[str
     check_asserts(values, facts, placement)
     check_saved_contents(config, facts)
     checks.check_job(placement, facts)
+    check_backends(placement, facts)
     check_token_budgets(values, facts, placement)
     check_teachers(values)
     _check_told_cpus(config, request, facts, placement)

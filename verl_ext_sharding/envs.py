@@ -22,6 +22,9 @@ COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 PRESTART = "RAY_prestart_worker_first_driver"
 """Set to 0, Ray starts no process for each CPU ahead of the job: verl's have environments of their own, and use none of those."""
 
+SHOW_ALL = tuple(f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES" for kind in ("CUDA", "HIP", "ROCR", "ASCEND_RT"))
+"""Set to 1, Ray shows a process all devices of its node instead of its own alone. An empty value means what none does."""
+
 VERL_PLATFORM = "VERL_PLATFORM"
 """verl's own: the accelerator that it takes instead of the one that it finds."""
 

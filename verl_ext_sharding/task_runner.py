@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ from verl_ext_sharding.config.translate import values_of
 from verl_ext_sharding.driver import Plan, needed_keys, prepare, uses_hf
 from verl_ext_sharding.monitor import events
 from verl_ext_sharding.placement import resources
+
+logger = logging.getLogger(__name__)
 
 
 def launch(original: Callable[..., Any], config: DictConfig, task_runner_class: Any) -> Any:
@@ -105,6 +108,8 @@ class TaskRunnerGate:
             hybrid_rollout=self._plan.facts.hybrid_rollout,
             bundle_cpus=bundle_cpus,
             timeout_s=self._plan.request.placement.timeout_s,
+            reward_workers=self._plan.facts.reward_workers,
+            backends=self._plan.facts.backends,
             measures=self._plan.measures,
             guards=Guards.of(self._plan.request.guards),
             reward=self._plan.reward,
@@ -112,6 +117,11 @@ class TaskRunnerGate:
             needed=needed_keys(self._plan, placement),
         )
         env_vars = {envs.SPEC: spec.to_json(), **envs.forwarded()}
+        if placement.managed and "sglang" in spec.backends.values():
+            # With them SGLang counts devices from the node's first one on (async_sglang_server.py), whatever a role's are.
+            if exported := [name for name in envs.SHOW_ALL if os.environ.get(name)]:
+                logger.info("%s is off in the run's processes, since SGLang finds placed devices without", exported[0])
+            env_vars |= dict.fromkeys(envs.SHOW_ALL, "")
         dtypes = dtype_uses(self._plan.request, values_of(self._config), hf_rollout=uses_hf(self._config))
         settings = cluster.inspect_nodes(
             spec,

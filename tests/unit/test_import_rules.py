@@ -20,7 +20,7 @@ HEAVY = {"torch", "ray", "verl", "transformers", "vllm", "sglang", "tensordict",
 
 PLACEMENT = (
     *("devices", "layer_keys", "device_map", "job", "roles", "bundles"),
-    *("batches", "servers", "resources", "checks", "table"),
+    *("batches", "servers", "backends", "resources", "checks", "table"),
 )
 """Modules of placement, each may import those to its left."""
 

@@ -9,7 +9,14 @@ from remedies import number_after
 from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.placement.bundles import place
 from verl_ext_sharding.placement.job import ServerFacts
-from verl_ext_sharding.placement.resources import NodeResources, check_cluster, nodes_of_job, storage_units_that_fit
+from verl_ext_sharding.placement.resources import (
+    TRAINER,
+    NodeResources,
+    check_cluster,
+    hosts,
+    nodes_of_job,
+    storage_units_that_fit,
+)
 
 
 def nodes(*resources):
@@ -155,8 +162,86 @@ def test_a_large_cluster_is_checked_without_trying_every_way(job):
     facts = job(devices=7, teacher=servers)
     sizes = [(size, 256) for size in (6, 7, 8, 9) * 13]
     check_cluster(place({}, facts), facts, nodes(*sizes))
+    assert set(itertools.chain(*hosts(place({}, facts), nodes(*sizes), 3).values())) == {""}  # and left to Ray
     thousand = job(devices=1, reward=ServerFacts(name="vllm", own_nodes=(1,) * 2000))
     check_cluster(place({}, thousand), thousand, nodes(*[(8, 256)] * 300))
+
+
+# The cluster: which node each group goes to
+
+
+def left(found, placement, there, bundle_cpus):
+    """Devices and CPUs that groups leave on each node, rollout's aside; groups of the trainer are on nodes of their own."""
+    assert len(set(found[TRAINER])) == placement.topology.num_nodes
+    rooms = {node.name: [node.num_devices, node.num_cpus] for node in there}
+    sizes = {TRAINER: [placement.topology.devices_per_node] * placement.topology.num_nodes, **placement.reserved}
+    for role in set(sizes) - {"rollout"}:
+        for size, name in zip(sizes[role], found[role], strict=True):
+            rooms[name][0] -= size
+            rooms[name][1] -= size * bundle_cpus
+    assert all(amount >= 0 for room in rooms.values() for amount in room)
+    return rooms
+
+
+def test_groups_go_where_all_have_room_if_and_only_if_there_is_a_way(job):
+    seen = set()
+    for own, count in itertools.product([(1,), (2, 2), (3, 2), (4, 1, 1)], (1, 2)):
+        facts = job(nodes=count, devices=2, teacher=ServerFacts(name="vllm", own_nodes=own))
+        placement = place({"critic": [0]}, facts)
+        for sizes in itertools.permutations(range(1, 6), 3):
+            there = nodes(*((size, 64) for size in sizes))
+            found = hosts(placement, there, 3)
+            if found is None:
+                with pytest.raises(PlacementError):
+                    check_cluster(placement, facts, there)
+            else:
+                left(found, placement, there, 3)
+                check_cluster(placement, facts, there)
+            seen.add(found is None)
+    assert seen == {True, False}
+
+
+def test_the_trainer_leaves_rollouts_own_pool_its_room_wherever_ray_puts_it(job):
+    server = ServerFacts(name="vllm", ranks_per_replica=4, own_nodes=(4, 4))
+    facts = job(("actor",), devices=4, mode="separate_async", rollout=server)
+    placement = place({"actor": [0, 1]}, facts)
+    for order in itertools.permutations([(8, 64), (4, 64), (3, 64)]):
+        rooms = left(hosts(placement, nodes(*order), 3), placement, nodes(*order), 3)
+        assert sum(devices // 4 for devices, _ in rooms.values()) == 2
+
+
+def test_processes_that_score_start_before_rollouts_own_pool_and_after_all_others(job):
+    server = ServerFacts(name="vllm", ranks_per_replica=2, own_nodes=(2,))
+    facts = job(("actor",), devices=2, mode="separate_async", rollout=server, reward_workers=2)
+    there = nodes((4, 12), (2, 7))
+    assert hosts(place({}, facts), there, 3, reward_workers=0)[TRAINER] == ("10.0.0.1",)
+    assert hosts(place({}, facts), there, 3, reward_workers=2)[TRAINER] == ("10.0.0.0",)
+    alone = job(("actor",), devices=2, teacher=ServerFacts(name="vllm", own_nodes=(2,)), reward_workers=2)
+    assert hosts(place({}, alone), there, 3, reward_workers=2)[TRAINER] == ("10.0.0.1",)
+
+
+def test_cpus_decide_too_which_node_a_group_goes_to(job):
+    server = ServerFacts(name="vllm", ranks_per_replica=4, own_nodes=(4,))
+    facts = job(devices=4, mode="separate_async", rollout=server)
+    for cpus, trainer, rollout in [((20, 8), 0, 1), ((8, 20), 1, 0)]:  # a bundle of rollout's own pool has two CPUs
+        found = hosts(place({}, facts), nodes(*((4, free) for free in cpus)), 3)
+        assert found == {TRAINER: (f"10.0.0.{trainer}",), "rollout": (f"10.0.0.{rollout}",)}
+
+
+def test_a_group_alone_is_left_to_ray_unless_a_map_names_its_node(job):
+    facts = job(devices=4)
+    assert hosts(place({"critic": [0]}, facts), nodes((4, 64), (8, 64)), 3) == {TRAINER: ("",)}
+    named = place({"critic": {"10.0.0.1": [0]}}, facts, node_names=("10.0.0.1",))
+    assert hosts(named, nodes((4, 64), (8, 64)), 3) == {TRAINER: ("10.0.0.1",)}
+
+
+def test_named_nodes_are_those_of_the_trainer(job):
+    facts = job(nodes=2, devices=4, teacher=ServerFacts(name="vllm", own_nodes=(4,)))
+    named = place({"critic": {"10.0.0.2": [0]}}, facts, node_names=("10.0.0.0", "10.0.0.2"))
+    assert hosts(named, nodes((4, 64), (4, 64), (4, 64)), 3) == {
+        TRAINER: ("10.0.0.0", "10.0.0.2"),
+        "teacher": ("10.0.0.1",),
+    }
 
 
 # The cluster: CPUs

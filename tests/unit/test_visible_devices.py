@@ -271,3 +271,19 @@ def test_the_manager_counts_the_processes_of_each_pool_and_all_devices(job):
     manager = BundlePoolManager(RunSpec(placement=placement, bundle_cpus=3), {}, finalize=None)
     assert manager.resource_pool_spec == {"actor_pool": [2], "ref_pool": [2, 2], "critic_pool": [1]}
     assert manager.get_n_gpus() == 4
+
+
+@pytest.mark.parametrize("own", [{}, {"teacher_pool": [2, 2]}, {"teacher_pool": [4], "reward_pool": [1]}], ids=str)
+def test_devices_of_verls_own_pools_count_as_verl_counts_them(own, job):
+    from verl.single_controller.ray import ResourcePoolManager
+
+    from verl_ext_sharding.workers import trainer
+    from verl_ext_sharding.workers.pools import BundlePoolManager
+
+    stock = ResourcePoolManager(resource_pool_spec={"global_pool": [2, 2], **own}, mapping={})
+    for devices, fewer in [({"critic": [0]}, 0), ({"actor": [0, 1], "critic": [1, 3]}, 1)]:
+        placement = place(devices, job(("actor", "critic"), nodes=2, devices=2))
+        mapping = {name: name for name in (*(pool.name for pool in placement.pools), *own)}
+        manager = BundlePoolManager(RunSpec(placement=placement, bundle_cpus=3), mapping, finalize=None)
+        trainer._keep_own_pools(manager, stock)
+        assert manager.get_n_gpus() == stock.get_n_gpus() - fewer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -47,8 +48,6 @@ def two_even_nodes():
     done = _on_cluster("[2, 2]", '{"actor": {"node0": [1], "node1": [0]}, "critic": {"node1": [0, 1]}, "ref": [0]}')
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    import json
-
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
@@ -99,8 +98,19 @@ def test_a_reservation_that_ray_can_not_make_ends_in_an_error_and_leaves_nothing
     assert two_even_nodes["free_after"] == 4
 
 
-def test_four_and_two_devices_are_refused_with_layouts_that_fit():
+@pytest.fixture(scope="module")
+def four_and_two_devices():
     done = _on_cluster("[4, 2]", '{"check": {"nodes": 2, "devices": 3}}')
-    assert "free devices per node" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "trainer.nnodes=2 trainer.n_gpus_per_node=2" in done.stdout
-    assert "trainer.nnodes=1 trainer.n_gpus_per_node=4" in done.stdout
+    assert "RESULT " in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_four_and_two_devices_are_refused_with_layouts_that_fit(four_and_two_devices):
+    assert "free devices per node" in four_and_two_devices
+    assert "trainer.nnodes=2 trainer.n_gpus_per_node=2" in four_and_two_devices
+    assert "trainer.nnodes=1 trainer.n_gpus_per_node=4" in four_and_two_devices
+
+
+def test_nodes_of_the_trainer_are_different_ones_and_leave_the_large_one_to_a_pool_of_its_own(four_and_two_devices):
+    apart = json.loads(four_and_two_devices.rpartition("RESULT ")[2])["apart"]
+    assert apart == {"two": [2, {}], "beside": [1, {"teacher_pool": 1}]}

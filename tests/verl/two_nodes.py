@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -15,13 +16,13 @@ from verl_ext_sharding.patch_points import worker_group
 from verl_ext_sharding.patching import apply
 from verl_ext_sharding.placement import resources
 from verl_ext_sharding.placement.bundles import Placement, Promise, place
-from verl_ext_sharding.placement.job import EngineFacts, JobFacts
+from verl_ext_sharding.placement.job import EngineFacts, JobFacts, ServerFacts
 
 
 def run(job: dict[str, Any], num_nodes: int) -> dict[str, Any]:
     """Places the roles of a job on the cluster and says where their workers are."""
     if "check" in job:
-        return _check(job["check"])
+        return _check(job["check"]) | _apart()
     facts = _facts(num_nodes, 2)
     placement = place(job, facts)
     for spec in worker_group.SPECS:
@@ -144,19 +145,37 @@ def _addressed() -> dict[str, dict[str, Any]]:
         facts = _facts(1, 2)
         names = resources.nodes_of_job(place({"critic": {name: [1]}}, facts), cluster.free_resources())
         placement = place({"critic": {name: [1]}}, facts, node_names=names)
-        bundles = reserve(RunSpec(placement=placement, bundle_cpus=3, timeout_s=60))
+        bundles = reserve(RunSpec(placement=placement, bundle_cpus=3, timeout_s=60)).bundles
         found[name] = {"names": names, "reserved": [addresses[b.promise.node_id] for b in bundles.values()]}
         for group in {bundle.group.id: bundle.group for bundle in bundles.values()}.values():
             ray.util.remove_placement_group(group)
     return found
 
 
-def _settled_gpus() -> float:
+def _apart() -> dict[str, Any]:
+    """Where Ray reserves two nodes of one device, and a trainer beside a teacher that only the larger node has room for."""
+    from verl_ext_sharding.workers.pools import reserve
+
+    two = place({"actor": {"node0": [0]}, "critic": {"node1": [0]}}, _facts(2, 1))
+    beside = place({"critic": [0]}, replace(_facts(1, 2), teacher=ServerFacts(name="vllm", own_nodes=(4,))))
+    found = {}
+    for name, placement in (("two", two), ("beside", beside)):
+        _settled_gpus(6)
+        reservation = reserve(RunSpec(placement=placement, bundle_cpus=3, timeout_s=60), ["teacher_pool"])
+        nodes = [bundle.promise.node_id for bundle in reservation.bundles.values()]
+        found[name] = [len(set(nodes)), {pool: len(groups) for pool, groups in reservation.own.items()}]
+        groups = {bundle.group.id: bundle.group for bundle in reservation.bundles.values()}
+        for group in [*groups.values(), *(group for groups in reservation.own.values() for group in groups)]:
+            ray.util.remove_placement_group(group)
+    return {"apart": found}
+
+
+def _settled_gpus(total: int = 4) -> float:
     import time
 
     for _ in range(60):
         free = sum(node.num_devices for node in cluster.free_resources())
-        if free == 4:
+        if free == total:
             break
         time.sleep(0.5)
     return free

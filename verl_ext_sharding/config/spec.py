@@ -26,6 +26,8 @@ class RunSpec:
         hybrid_rollout: The actor's workers also hold the rollout adapter.
         bundle_cpus: CPUs reserved with each device.
         timeout_s: How long Ray may take to reserve the devices.
+        reward_workers: Workers of which each starts as many processes that score and hold a CPU.
+        backends: Backend of each group of inference servers, by verl's key that names it.
         measures: Memory measures of each role that asks for any.
         guards: What is checked while the job runs.
         reward: How reward servers of `rollout.name=hf` run, None without such servers.
@@ -38,6 +40,8 @@ class RunSpec:
     hybrid_rollout: bool = True
     bundle_cpus: int
     timeout_s: float = 120.0
+    reward_workers: int = 0
+    backends: Mapping[str, str] = field(default_factory=dict)
     measures: Mapping[str, RoleMeasures] = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards)
     reward: RewardServerSettings | None = None
@@ -53,6 +57,8 @@ class RunSpec:
                 "hybrid_rollout": self.hybrid_rollout,
                 "bundle_cpus": self.bundle_cpus,
                 "timeout_s": self.timeout_s,
+                "reward_workers": self.reward_workers,
+                "backends": dict(self.backends),
                 "measures": {role: measures.to_dict() for role, measures in self.measures.items()},
                 "guards": asdict(self.guards),
                 "reward": self.reward.to_dict() if self.reward is not None else None,

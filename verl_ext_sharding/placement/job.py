@@ -159,3 +159,8 @@ class JobFacts:
         """The groups of inference servers that the job has, by role."""
         found = {"rollout": self.rollout, "reward": self.reward, "teacher": self.teacher}
         return {role: server for role, server in found.items() if server is not None}
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """Backend of each group of inference servers, by verl's key that names it."""
+        return {f"{server.block}.name": server.name for server in self.servers.values()}

@@ -19,6 +19,9 @@ TRANSFER_QUEUE_MIN = 2
 _STANDALONE_CPUS = 2
 """CPUs of a bundle of rollout's own pool (`RolloutReplica.init_standalone`, workers/rollout/replica.py)."""
 
+TRAINER = "trainer"
+"""Stands for the trainer among the roles whose placement groups are put on nodes."""
+
 _MAX_STEPS, _MAX_GROUPS = 2_000, 400
 """Of the search for a way to put all groups on the nodes. Beyond them nothing is proven, and nothing is refused."""
 
@@ -138,15 +141,49 @@ def check_cluster(
 
 
 def _fits(placement: Placement, facts: JobFacts, nodes: Sequence[NodeResources], count: int) -> bool:
-    """Whether bundles of so many CPUs leave enough to TransferQueue and to the processes that score.
-
-    verl deals the workers whose processes score out over all nodes with CPUs in turn, so that each node has its part of them.
-    """
+    """Whether bundles of so many CPUs leave enough to TransferQueue and to the processes that score."""
     others = min(facts.transfer_queue_units, TRANSFER_QUEUE_MIN) + facts.reward_cpus
     if sum(node.num_cpus for node in nodes) < _bundle_cpus(placement, count) + others:
         return False
-    part = facts.reward_workers // max(1, sum(node.num_cpus > 0 for node in nodes)) * facts.reward_workers
-    return _packs(_groups(placement, count), [replace(node, num_cpus=node.num_cpus - part) for node in nodes])
+    return _packs(_groups(placement, count), _beside_scores(nodes, facts.reward_workers))
+
+
+def _beside_scores(nodes: Sequence[NodeResources], workers: int) -> list[NodeResources]:
+    """The nodes without the CPUs of processes that score.
+
+    verl deals the workers that start them out over all nodes with CPUs in turn, so that each node has its part of them.
+    """
+    part = workers // max(1, sum(node.num_cpus > 0 for node in nodes)) * workers
+    return [replace(node, num_cpus=node.num_cpus - part) for node in nodes]
+
+
+def hosts(
+    placement: Placement, nodes: Sequence[NodeResources], bundle_cpus: int, reward_workers: int = 0
+) -> dict[str, tuple[str, ...]] | None:
+    """Nodes on which all placement groups of the job have room, those of verl's own pools included.
+
+    Args:
+        placement: The placement.
+        nodes: Free resources of each live node.
+        bundle_cpus: CPUs of each bundle.
+        reward_workers: `JobFacts.reward_workers`. Their processes start before rollout's own pool, and after all others.
+
+    Returns:
+        `{TRAINER, or the role of a pool of verl's own: address of each group's node}`, those of the trainer in verl's order;
+        empty addresses where any node will do or nothing is proven; None where there is no room.
+    """
+    groups = _groups(placement, bundle_cpus)
+    if len(groups) == 1:
+        return {TRAINER: (groups[0].node,)}
+    names = _find(groups, _beside_scores(nodes, reward_workers) if "rollout" in placement.reserved else nodes)
+    if names is None:
+        return None
+    first = placement.topology.num_nodes
+    found = {TRAINER: tuple(sorted(names[:first]))}
+    for role, sizes in placement.reserved.items():
+        found[role] = tuple(names[first : first + len(sizes)])
+        first += len(sizes)
+    return found
 
 
 def _hold(placement: Placement, count: int, nodes: Sequence[NodeResources]) -> bool:
@@ -191,23 +228,38 @@ def _bundle_cpus(placement: Placement, count: int) -> int:
 
 def _packs(groups: Sequence[_Group], nodes: Sequence[NodeResources]) -> bool:
     """Whether there may be a way to put each group on one node. False is proven."""
+    return _find(groups, nodes) is not None
+
+
+def _find(groups: Sequence[_Group], nodes: Sequence[NodeResources]) -> list[str] | None:
+    """The node of each group, only of those that a map names where nothing is proven. None, that there is no way, is proven."""
     if sum(group.devices for group in groups) > sum(node.num_devices for node in nodes):
-        return False
+        return None
+    unproven = [group.node for group in groups]
     if len(groups) > _MAX_GROUPS:
-        return True
-    order = sorted(groups, key=lambda group: (not group.node, not group.trainer, -group.devices, -group.cpus))
+        return unproven
+
+    def tightest_first(index: int) -> tuple[bool, bool, int, float]:
+        group = groups[index]
+        return not group.node, not group.trainer, -group.devices, -group.cpus
+
+    order = sorted(range(len(groups)), key=tightest_first)
     rooms = tuple(_Room(name=node.name, devices=node.num_devices, cpus=node.num_cpus) for node in nodes)
-    return _search(order, rooms, [_MAX_STEPS])
+    found = _search([groups[index] for index in order], rooms, [_MAX_STEPS])
+    if found is None or len(found) < len(groups):
+        return None if found is None else unproven
+    names = dict(zip(order, found, strict=True))
+    return [names[index] for index in range(len(groups))]
 
 
-def _search(groups: Sequence[_Group], rooms: tuple[_Room, ...], steps: list[int]) -> bool:
+def _search(groups: Sequence[_Group], rooms: tuple[_Room, ...], steps: list[int]) -> tuple[str, ...] | None:
+    """The node of each group, of the first ones only where the search gives up; None: there is no way."""
     steps[0] -= 1
     if not groups or steps[0] < 0:
-        return True
+        return ()
     first = groups[0]
     if not first.trainer and all(group == first for group in groups):
-        by_cpus = [int(room.cpus // (first.devices * first.cpus)) if first.cpus else room.devices for room in rooms]
-        return sum(map(min, by_cpus, (room.devices // first.devices for room in rooms))) >= len(groups)
+        return _deal(first, len(groups), rooms)
     rooms = tuple(sorted(rooms, key=lambda room: (room.devices, room.cpus)))  # the tightest first
     tried = set()
     for index, room in enumerate(rooms):
@@ -215,9 +267,19 @@ def _search(groups: Sequence[_Group], rooms: tuple[_Room, ...], steps: list[int]
         if room.holds(first) and alike not in tried:
             tried.add(alike)
             left = (*rooms[:index], room.without(first), *rooms[index + 1 :])
-            if _search(groups[1:], left, steps):
-                return True
-    return False
+            rest = _search(groups[1:], left, steps)
+            if rest is not None:
+                return (room.name, *rest)
+    return None
+
+
+def _deal(group: _Group, count: int, rooms: Sequence[_Room]) -> tuple[str, ...] | None:
+    """As `_search`, for a number of groups that are all alike."""
+    names: list[str] = []
+    for room in rooms:
+        by_cpus = int(room.cpus // (group.devices * group.cpus)) if group.cpus else room.devices
+        names += [room.name] * min(by_cpus, room.devices // group.devices)
+    return tuple(names[:count]) if len(names) >= count else None
 
 
 def _check_devices(placement: Placement, nodes: Sequence[NodeResources]) -> None:

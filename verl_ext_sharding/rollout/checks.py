@@ -99,7 +99,7 @@ def check_reward(
 
 
 def check_teachers(distillation: Mapping[str, Any]) -> list[ConfigError]:
-    """Refuses this backend for teachers: verl asks them for the log-probs of whole prompts, and it has none to give.
+    """Refuses backends that verl can't ask for the log-probs of whole prompts: this one, and TensorRT-LLM (`TRTLLMReplica`).
 
     Args:
         distillation: verl's `distillation` as nested mappings, resolved.
@@ -113,10 +113,11 @@ def check_teachers(distillation: Mapping[str, Any]) -> list[ConfigError]:
     teachers = distillation.get("teacher_models") or {}
     several = [name for name in teachers if name != "teacher_model"]  # the default name counts only alone
     for name in several or teachers:
-        if _at(teachers, f"{name}.inference.name") == "hf":
+        found = _at(teachers, f"{name}.inference.name")
+        if found in ("hf", "trtllm"):
             key = f"distillation.teacher_models.{name}.inference.name"
             expected = "a server that gives the log-probs of prompts (vllm, sglang)"
-            errors.append(ConfigError(key, expected=expected, found="hf", consequence=_NOW, remedy=f"{key}=vllm"))
+            errors.append(ConfigError(key, expected=expected, found=found, consequence=_NOW, remedy=f"{key}=vllm"))
     return errors
 
 

@@ -8,7 +8,8 @@ patch points on `RayWorkerGroup` resolve it when a worker is created, so that al
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -21,8 +22,10 @@ from verl.plugin.platform import get_platform
 from verl.single_controller.ray import RayResourcePool, ResourcePoolManager
 from verl.single_controller.ray.base import sort_placement_group_by_node_ip
 
+from verl_ext_sharding import cluster
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.errors import ClusterError, PlacementError
+from verl_ext_sharding.placement import resources
 from verl_ext_sharding.placement.bundles import Placement, Pool, Promise
 from verl_ext_sharding.workers.probe import where
 
@@ -30,6 +33,11 @@ logger = logging.getLogger(__name__)
 
 _PIN = 0.001
 """Share of a node's `node:<address>` that a bundle takes."""
+
+_TRAINER_POOL = f"{resources.TRAINER}_pool"
+
+_ASK_AGAIN_S = 0.5
+"""Time between two questions for what Ray has free."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -39,6 +47,19 @@ class Bundle:
     group: PlacementGroup
     index: int
     promise: Promise
+
+
+@dataclass(kw_only=True, frozen=True)
+class Reservation:
+    """What Ray reserved for a job.
+
+    Args:
+        bundles: `{device number: bundle}` of the trainer's devices.
+        own: `{verl's name of the pool: placement groups}` of pools of verl's own.
+    """
+
+    bundles: dict[int, Bundle]
+    own: dict[str, list[PlacementGroup]]
 
 
 class BundleView(PlacementGroup):
@@ -104,70 +125,73 @@ class BundlePoolManager(ResourcePoolManager):
         self._stock_pools: dict[str, list[int]] = {}
 
     def add_stock_pool(self, name: str, processes_on_nodes: list[int]) -> None:
-        """Keeps a pool of verl's own, reserved apart from the job's devices."""
+        """Keeps a pool of verl's own, apart from the job's devices."""
         self._stock_pools[name] = processes_on_nodes
 
     def create_resource_pool(self) -> None:
         """Reserves one bundle for each device and builds the pools.
 
         Raises:
-            ClusterError: Ray could not reserve the devices in time.
+            ClusterError: Ray could not reserve the devices in time, or as the run needs them.
         """
-        bundles = self.reserved = reserve(self.spec)
+        reservation = reserve(self.spec, self._stock_pools)
+        bundles = self.reserved = reservation.bundles
         placement = self.spec.placement
         for pool in placement.pools:
             views = _views(pool, placement, bundles)
             self.resource_pool_dict[pool.name] = BundlePool(pool, views, self.spec.bundle_cpus)
         for name, processes_on_nodes in self._stock_pools.items():
-            self.resource_pool_dict[name] = RayResourcePool(
+            pool = self.resource_pool_dict[name] = RayResourcePool(
                 process_on_nodes=processes_on_nodes,
                 use_gpu=True,
                 max_colocate_count=self.max_colocate_count,
                 name_prefix=name,
             )
+            pool.pgs = reservation.own.get(name)
         self._finalize()
 
     def get_n_gpus(self) -> int:
-        """Devices that hold a role: what verl divides throughput by."""
-        return len(self.spec.placement.used)
+        """Devices that hold a role, those of verl's own pools included: what verl divides throughput by."""
+        return len(self.spec.placement.used) + sum(map(sum, self._stock_pools.values()))
 
 
-def reserve(spec: RunSpec) -> dict[int, Bundle]:
+def reserve(spec: RunSpec, own: Collection[str] = ()) -> Reservation:
     """Reserves the devices of the job and finds out which accelerator each bundle got.
 
-    Ray picks the node of a group, unless maps name nodes by their addresses: `node:<address>` is a resource that Ray gives
-    each node, and that its bundles then take a little of. Ray picks the accelerator of a bundle too. Device numbers follow
-    the accelerators' ids, not the order of the bundles, so that device 0 is a node's first reserved accelerator whatever
-    Ray did.
+    Of several groups each is put where all have room: left to itself, Ray may give two nodes of the trainer one machine, or
+    take the only node that a later group fits, for which verl waits for ever. Pools that verl makes later, such as rollout's,
+    are left the room that they need.
 
-    Returns:
-        `{device number: bundle}`.
+    Ray picks the accelerator of a bundle. Device numbers follow the accelerators' ids, not the order of the bundles, so that
+    device 0 is a node's first reserved accelerator whatever Ray did.
+
+    Args:
+        spec: The run's decisions.
+        own: verl's names of the pools of its own that are reserved too.
 
     Raises:
-        ClusterError: Ray could not reserve the devices within `spec.timeout_s`, or start a process on each of a node's.
+        ClusterError: Ray could not reserve the devices within `spec.timeout_s`, or start a process on each of a node's, or
+            these are not as the job needs them.
     """
     topology = spec.placement.topology
     accelerator = get_platform().ray_resource_name()
     bundle: dict[str, float] = {"CPU": spec.bundle_cpus, accelerator: 1}
-    name = f"verl_sharding_{uuid4().hex[:8]}"  # Ray wants it unique, and several jobs may share a cluster
-    pins = [{f"node:{address}": _PIN} for address in topology.node_names] or [{}] * topology.num_nodes
-    groups = [
-        placement_group([bundle | pin] * topology.devices_per_node, strategy="STRICT_PACK", name=f"{name}_node{node}")
-        for node, pin in enumerate(pins)
-    ]
+    groups = _groups(spec, bundle, own)
+    every = [group for those in groups.values() for group in those]
     try:
-        ray.get([group.ready() for group in groups], timeout=spec.timeout_s)
+        ray.get([group.ready() for group in every], timeout=spec.timeout_s)
     except GetTimeoutError:
-        _remove(groups)
+        _remove(every)
         raise _not_reserved(spec, bundle) from None
-    groups = sort_placement_group_by_node_ip(groups)
+    groups = {role: sort_placement_group_by_node_ip(those) for role, those in groups.items()}
+    trainer = groups.pop(_TRAINER_POOL)
     try:
-        found = [_accelerators(group, accelerator, spec.timeout_s) for group in groups]
+        found = [_accelerators(group, accelerator, spec.timeout_s) for group in trainer]
     except GetTimeoutError:
-        _remove(groups)
+        _remove(every)
         raise _no_answer(spec) from None
     bundles: dict[int, Bundle] = {}
-    for node, group in enumerate(groups):
+    for node, group in enumerate(trainer):
         for local, (index, promise) in enumerate(found[node]):
             device = node * topology.devices_per_node + local
             bundles[device] = Bundle(
@@ -176,7 +200,49 @@ def reserve(spec: RunSpec) -> dict[int, Bundle]:
                 promise=Promise(device=device, node_id=promise[0], accelerator_id=promise[1]),
             )
     logger.info("devices: %s", {d: (b.promise.node_id[:8], b.promise.accelerator_id) for d, b in bundles.items()})
-    return bundles
+    try:
+        _check_nodes(spec, bundles)
+        _check_backends(spec, bundles)
+    except ClusterError:
+        _remove(every)
+        raise
+    return Reservation(bundles=bundles, own=groups)
+
+
+def _groups(spec: RunSpec, bundle: dict[str, float], own: Collection[str]) -> dict[str, list[PlacementGroup]]:
+    """The placement groups of the trainer and of pools of verl's own, which may not be ready yet, by name of the pool.
+
+    `node:<address>` is a resource that Ray gives each node, and that the bundles of a group take a little of.
+    """
+    topology = spec.placement.topology
+    sizes = {resources.TRAINER: (topology.devices_per_node,) * topology.num_nodes, **spec.placement.reserved}
+    name = f"verl_sharding_{uuid4().hex[:8]}"  # Ray wants it unique, and several jobs may share a cluster
+    groups: dict[str, list[PlacementGroup]] = {}
+    for role, hosts in _hosts(spec, bundle).items():
+        pool = f"{role}_pool"  # as verl names it (`_init_resource_pool_mgr`, trainer/ppo/v1/trainer_base.py)
+        if pool in (_TRAINER_POOL, *own):
+            groups[pool] = [
+                placement_group(
+                    [bundle | ({f"node:{host}": _PIN} if host else {})] * size,
+                    strategy="STRICT_PACK",
+                    name=f"{name}_{role}{node}",
+                )
+                for node, (size, host) in enumerate(zip(sizes[role], hosts, strict=True))
+            ]
+    return groups
+
+
+def _hosts(spec: RunSpec, bundle: dict[str, float]) -> dict[str, tuple[str, ...]]:
+    """Where each group goes, see `resources.hosts`. Ray says a little late that devices were given back, and is asked again."""
+    deadline = time.monotonic() + spec.timeout_s
+    while True:
+        nodes = cluster.free_resources()
+        found = resources.hosts(spec.placement, nodes, spec.bundle_cpus, spec.reward_workers)
+        if found is not None:
+            return found
+        if time.monotonic() > deadline:
+            raise _not_reserved(spec, bundle)
+        time.sleep(_ASK_AGAIN_S)
 
 
 def _remove(groups: Sequence[PlacementGroup]) -> None:
@@ -201,6 +267,50 @@ def _accelerators(group: PlacementGroup, accelerator: str, timeout_s: float) -> 
 
 def _natural(accelerator_id: str) -> tuple[int, int, str]:
     return (0, int(accelerator_id), "") if accelerator_id.isdigit() else (1, 0, accelerator_id)
+
+
+def _check_nodes(spec: RunSpec, bundles: dict[int, Bundle]) -> None:
+    """Each node of the trainer must be one of Ray's: addresses do not tell two of one machine apart."""
+    topology = spec.placement.topology
+    nodes = {node: bundles[node * topology.devices_per_node].promise.node_id for node in range(topology.num_nodes)}
+    if len(set(nodes.values())) == topology.num_nodes:
+        return
+    found = ", ".join(f"node{node} is {node_id[:8]}" for node, node_id in nodes.items())
+    raise ClusterError(
+        "nodes of the job",
+        expected=f"trainer.nnodes={topology.num_nodes} different nodes of Ray, each of an address of its own",
+        found=f"Ray gave some of them the same one: {found}",
+        consequence="the run stops, since roles would not be on the nodes where they were placed",
+        remedy="start Ray once on each machine (`ray status` shows its nodes), or name the nodes by their addresses: "
+        "sharding.roles.<role>.devices={<address>: [...], ...}",
+    )
+
+
+def _check_backends(spec: RunSpec, bundles: dict[int, Bundle]) -> None:
+    """What some inference servers take for granted of the devices' ids and of the order of the bundles."""
+    topology = spec.placement.topology
+    words = sorted({b.promise.accelerator_id for b in bundles.values() if not b.promise.accelerator_id.isdigit()})
+    if words and "sglang" in spec.backends.values():
+        raise ClusterError(
+            "ids of the job's devices",
+            expected="numbers, as SGLang's servers read them (async_sglang_server.py)",
+            found=", ".join(words),
+            consequence="the run stops before models load, after which the servers could not start",
+            remedy=f"start Ray with numbers in CUDA_VISIBLE_DEVICES, or without it; or {_another(spec, 'sglang')}",
+        )
+    moved = [device for device, bundle in bundles.items() if bundle.index != topology.local(device)]
+    if moved and "trtllm" in spec.backends.values():
+        raise ClusterError(
+            "order of the job's devices",
+            expected="bundles in the order of the devices' ids, by which TensorRT-LLM's servers find their devices",
+            found=f"device {moved[0]} in bundle {bundles[moved[0]].index} of its node",
+            consequence="the run stops, since servers would be on other devices than planned",
+            remedy=f"start the run again, or {_another(spec, 'trtllm')}",
+        )
+
+
+def _another(spec: RunSpec, backend: str) -> str:
+    return " ".join(f"{key}=vllm" for key, name in spec.backends.items() if name == backend)
 
 
 def _views(pool: Pool, placement: Placement, bundles: dict[int, Bundle]) -> list[BundleView]:
@@ -248,7 +358,10 @@ def _not_reserved(spec: RunSpec, bundle: dict[str, float]) -> ClusterError:
     }
     return ClusterError(
         "reserving the job's devices",
-        expected=f"{topology.num_nodes} nodes with {topology.devices_per_node} bundles of {bundle}",
+        expected=f"{topology.num_nodes} nodes with {topology.devices_per_node} bundles of {bundle}"
+        + "".join(
+            f", and {' + '.join(map(str, sizes))} of them for {role}" for role, sizes in spec.placement.reserved.items()
+        ),
         found=f"after {spec.timeout_s:g} s Ray has free: {nodes}",
         consequence="the run stops instead of waiting for ever",
         remedy="free the devices (`ray status` shows who holds them), or wait longer with sharding.placement.timeout_s",

@@ -166,6 +166,7 @@ def _teachers(**engines):
     [
         (_teachers(teacher_model="hf"), ["distillation.teacher_models.teacher_model.inference.name=vllm"]),
         (_teachers(math="vllm", code="hf"), ["distillation.teacher_models.code.inference.name=vllm"]),
+        (_teachers(math="trtllm", code="sglang"), ["distillation.teacher_models.math.inference.name=vllm"]),
         (_teachers(teacher_model="hf", math="vllm"), []),  # verl drops the default name beside others
         (_teachers(teacher_model="vllm"), []),
         ({**_teachers(teacher_model="hf"), "enabled": False}, []),
