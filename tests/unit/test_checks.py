@@ -159,9 +159,9 @@ def test_other_roles_keep_their_strategy_and_their_sequence_parallel_ranks(job):
 def test_a_rollout_server_of_two_ranks_does_not_fit_the_one_process_of_a_spread_actor(job):
     facts = job(("actor",), rollout=ServerFacts(name="vllm", ranks_per_replica=2))
     error = spread_refusal({"actor": [2, 3]}, facts, "actor")
-    assert error.subject == TP
+    assert error.subject == "sharding.roles.actor.layout=device_map"
     assert "there is one, on device 2" in error.expected
-    assert error.found == "2"
+    assert error.found == "2 ranks for one vllm server"
     assert error.remedy == f"{TP}=1, or sharding.roles.actor.layout=fsdp"
     check_job(place({"actor": [2, 3]}, facts), facts)
 

@@ -383,6 +383,21 @@ def test_a_replica_that_prefills_and_decodes_apart_counts_both(facts):
     assert server.ranks_per_replica == 3 * 2 + 4
 
 
+def test_a_reward_model_does_not_prefill_apart_whatever_its_block_says(facts):
+    block = "reward.reward_model.rollout"
+    overrides = "reward.reward_model.enable=True", f"{block}.name=vllm", f"{block}.tensor_model_parallel_size=2"
+    server = facts(*overrides, f"{block}.disaggregation.enabled=True").reward
+    assert (server.ranks_per_replica, server.decoders) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "data", "unit"), [("vllm", 4, 2, 4), ("vllm", 4, 1, 1), ("sglang", 4, 2, 1), ("hf", 2, 1, 2)]
+)
+def test_the_ranks_that_lie_on_one_node_together_are_those_that_a_backend_asks_for(name, tensor, data, unit, facts):
+    sizes = f"{ROLLOUT}.tensor_model_parallel_size={tensor}", f"{ROLLOUT}.data_parallel_size={data}"
+    assert facts(f"{ROLLOUT}.name={name}", *sizes).rollout.node_unit == unit
+
+
 def test_a_rollout_without_a_name_is_unset_and_not_an_error(facts):
     assert facts().rollout.name == "unset"
 
@@ -420,6 +435,7 @@ def test_servers_of_several_teachers_are_in_the_order_of_their_blocks(facts):
     three = f"{block}.none={{inference: {{name: vllm}}}}"
     teacher = facts(*several, one, two, three).teacher
     assert teacher.replicas == (4, 2, 2)
+    assert teacher.replica_units == (1, 1, 1)
     assert teacher.own_nodes == (4, 4)
     assert facts(*several).teacher.replicas is None
 

@@ -33,6 +33,38 @@ PARALLEL = [
     (*APART, f"{ROLLOUT}.disaggregation.prefill_replicas=3"),
     (*APART, f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.disaggregation.decode_replicas=1"),
     (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.disaggregation.enabled=True"),
+    (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.tensor_model_parallel_size=2", "sharding.roles.actor.devices=[3]"),
+    (
+        "trainer.nnodes=4",
+        "trainer.n_gpus_per_node=2",
+        f"{ROLLOUT}.tensor_model_parallel_size=4",
+        f"{ROLLOUT}.data_parallel_size=2",
+    ),
+    (f"{ROLLOUT}.data_parallel_size=4", "sharding.roles.actor.layout=device_map"),
+    (*APART, f"{ROLLOUT}.tensor_model_parallel_size=1", "sharding.roles.actor.layout=device_map"),
+]
+ASYNC = (
+    "trainer.v1.trainer_mode=separate_async",
+    f"{ROLLOUT}.checkpoint_engine.backend=nccl",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "data.train_batch_size=256",
+    f"{ROLLOUT}.nnodes=2",
+    f"{ROLLOUT}.n_gpus_per_node=2",
+)
+REWARD = (
+    "reward.reward_model.enable=True",
+    "reward.reward_model.rollout.name=vllm",
+    "reward.reward_model.rollout.tensor_model_parallel_size=1",
+    "reward.reward_model.model_path=/models/reward",
+)
+POOLS = [
+    (*ASYNC, f"{ROLLOUT}.tensor_model_parallel_size=4"),
+    (*ASYNC, *APART, f"{ROLLOUT}.tensor_model_parallel_size=2"),
+    (*ASYNC, *REWARD, "sharding.roles.reward.devices=[6,7]"),
+    (*ASYNC, *REWARD, "sharding.roles.reward.devices={node0:[6]}"),
+    (*ASYNC, *REWARD, "sharding.roles.reward.devices=[3,6]", "sharding.roles.actor.devices=0-3"),
+    (*ASYNC, *REWARD, "reward.reward_model.enable_resource_pool=True"),
+    (*REWARD, "reward.reward_model.enable_resource_pool=True", "sharding.roles.actor.devices=0-3"),
 ]
 LISTS = [
     ("sharding.roles.critic.devices=auto",),
@@ -110,6 +142,7 @@ def choices(error):
         (f"{ROLLOUT}.name=vLLM",),
         *PARALLEL,
         *LISTS,
+        *POOLS,
     ],
     ids=" ".join,
 )
@@ -204,3 +237,10 @@ def test_cpus_that_the_config_names_are_compared_before_ray_starts(planned, refu
     error = refused(*four, *pool, "ray_kwargs.ray_init.num_cpus=12", "sharding.placement.max_colocate_count=3")
     assert "reward 2" in error.expected
     assert error.remedy.startswith("ray_kwargs.ray_init.num_cpus=20")
+
+
+@pytest.mark.parametrize("overrides", POOLS, ids=" ".join)
+def test_each_other_way_out_of_a_pool_that_does_not_do_is_enough(overrides, planned, refused):
+    for typed in choices(refused(*overrides))[1:]:
+        keys = {line.partition("=")[0] for line in typed}
+        planned(*(line for line in overrides if line.partition("=")[0] not in keys), *typed)

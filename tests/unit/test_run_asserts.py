@@ -180,6 +180,26 @@ def test_a_reward_model_without_a_pool_of_its_own_is_refused(apart):
     accept(values, apart(reward=ServerFacts(name="vllm", own_nodes=(2,))))
 
 
+REWARD_LIST = "sharding.roles.reward.devices"
+
+
+@pytest.mark.parametrize(
+    ("devices", "lists", "ways"),
+    [
+        ({"actor": [0, 1], "reward": [1, 2]}, {}, [f"{REWARD_LIST}=[2,3]", f"{REWARD_LIST}=null"]),
+        ({"reward": "2-3"}, {REWARD_LIST: "2-3"}, [f"{REWARD_LIST}=null"]),
+        ({"actor": [0, 1, 2]}, {REWARD_LIST: None}, ["reward.reward_model"]),  # and one device is none for two ranks
+        ({}, {REWARD_LIST: None}, ["reward.reward_model"]),
+    ],
+    ids=str,
+)
+def test_a_reward_model_is_offered_devices_without_the_actor_and_a_pool_without_a_list(devices, lists, ways, apart):
+    values = {BACKEND: "nccl", **SCORED, **lists}
+    error = refusal(values, apart(reward=ServerFacts(name="vllm", ranks_per_replica=2)), devices)
+    offered = error.remedy.split(", or ")
+    assert [way.startswith(start) for way, start in zip(offered, ways, strict=True)] == [True] * len(ways)
+
+
 def test_lending_devices_to_a_rollout_that_prefills_apart_is_refused(apart):
     values = {BACKEND: "nccl", SWITCH: True, APART: True}
     assert refusal(values, apart()).remedy == f"{SWITCH}=False, or {APART}=False"

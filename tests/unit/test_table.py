@@ -1,9 +1,11 @@
 """The table of a placement: one row for each role, and notes on what the layout costs."""
 
 import json
+import re
 
 import pytest
 
+from verl_ext_sharding.placement.batches import check_batches
 from verl_ext_sharding.placement.bundles import place
 from verl_ext_sharding.placement.job import EngineFacts, ServerFacts
 from verl_ext_sharding.placement.table import placement_table
@@ -178,7 +180,21 @@ def test_no_device_is_idle_where_verl_places_the_roles(job):
 def test_a_reference_in_the_actors_processes_is_noted_with_how_to_move_it(job):
     text = "\n".join(notes({"actor": [0], "critic": [1]}, job()))
     assert "ref shares the actor's processes" in text
-    assert "sharding.roles.ref.devices=" in text
+    assert "sharding.roles.ref.devices=[1,2,3] moves it away" in text
+
+
+@pytest.mark.parametrize(("devices", "batch"), [({"actor": [0], "critic": [1]}, 16), ({"actor": [2, 3]}, 24)])
+def test_the_devices_that_a_reference_could_move_to_divide_its_samples(devices, batch, job):
+    mini = EngineFacts(strategy="fsdp2", mini_batch_size=batch)
+    facts = job(engines={"actor": mini, "critic": mini}, train_batch_size=batch)
+    (note,) = [note for note in notes(devices, facts) if "ref shares" in note]
+    offered = re.search(r"devices=(\[[\d,]+\])", note)[1]
+    check_batches(place({**devices, "ref": offered}, facts), facts)
+
+
+def test_nowhere_to_move_is_named_where_the_actor_has_all_devices(job):
+    (note,) = [note for note in notes({}, job()) if "ref shares" in note]
+    assert "sharding.roles" not in note
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "veomni", "torchtitan", "automodel"])

@@ -348,6 +348,23 @@ def test_a_rollout_server_across_nodes_is_told_how_many_ranks_a_node_has(per_nod
     assert changes.get(f"{ROLLOUT}.n_gpus_per_node") == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "written", "accepted"),
+    [("vllm", 2, False), ("vllm", 4, True), ("vllm", 8, True), ("sglang", 2, True), ("sglang", 3, False)],
+)
+def test_rollout_servers_on_the_actors_devices_are_not_cut_otherwise_by_a_key_that_was_written(
+    name, written, accepted, compose
+):
+    lines = [f"{ROLLOUT}.name={name}", f"{ROLLOUT}.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=8"]
+    config = compose(*lines, f"{ROLLOUT}.n_gpus_per_node={written}")
+    changes = {change.key: change for change in translated(ShardingConfig(), config)}
+    if accepted:
+        assert f"{ROLLOUT}.n_gpus_per_node" not in changes
+    else:
+        assert changes[f"{ROLLOUT}.n_gpus_per_node"].new == 8
+        assert changes[f"{ROLLOUT}.n_gpus_per_node"].why == "trainer.n_gpus_per_node"
+
+
 # Nothing is skipped silently
 
 

@@ -22,6 +22,8 @@ from verl_ext_sharding.placement.job import (
     ServerFacts,
 )
 
+_ROLLOUT = "actor_rollout_ref.rollout"
+
 _ULYSSES = "ulysses_sequence_parallel_size"
 
 UNSET = "unset"
@@ -65,8 +67,8 @@ def job_facts(config: DictConfig) -> JobFacts:
         engines=engines,
         rollout=_server(
             config,
-            "actor_rollout_ref.rollout",
-            own_nodes=_own(config, "actor_rollout_ref.rollout") if mode == "separate_async" else None,
+            _ROLLOUT,
+            own_nodes=_own(config, _ROLLOUT) if mode == "separate_async" else None,
         ),
         reward=_reward(config),
         teacher=_teacher(config),
@@ -231,7 +233,8 @@ def critic_engine(strategy: str) -> str:
 def _server(config: DictConfig, block: str, own_nodes: tuple[int, ...] | None = None) -> ServerFacts:
     tensor = ranks = _count(config, f"{block}.tensor_model_parallel_size", _TENSOR_PARALLEL)
     decoders = None
-    if _get(config, f"{block}.disaggregation.enabled", False):  # one replica prefills and decodes (llm_server.py)
+    # one replica prefills and decodes (llm_server.py); reward models and teachers have plain ones whatever their block says
+    if block == _ROLLOUT and _get(config, f"{block}.disaggregation.enabled", False):
         decode = _count(config, f"{block}.disaggregation.decode_tensor_model_parallel_size", tensor)
         decoders = _count(config, f"{block}.disaggregation.decode_replicas", 1), decode
         ranks = tensor * _count(config, f"{block}.disaggregation.prefill_replicas", 1) + math.prod(decoders)
@@ -271,11 +274,15 @@ def _teacher(config: DictConfig) -> ServerFacts | None:
     servers = [_server(config, f"{block}.inference", _own(config, "distillation")) for block in blocks]
     if names == [TEACHER]:
         return servers[0]
-    replicas: list[int] = []
+    replicas: list[ServerFacts] = []
     for block, server in zip(blocks, servers, strict=True):
         key = f"{block}.num_replicas"
-        replicas += [server.ranks_per_replica] * (_count(config, key, 1) if _get(config, key, 0) else 0)
-    return replace(servers[0], replicas=tuple(replicas))
+        replicas += [server] * (_count(config, key, 1) if _get(config, key, 0) else 0)
+    return replace(
+        servers[0],
+        replicas=tuple(server.ranks_per_replica for server in replicas),
+        replica_units=tuple(server.node_unit for server in replicas),
+    )
 
 
 def teacher_names(written: Iterable[str]) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl_ext_sharding.config.facts import UNSET
 from verl_ext_sharding.config.measures import ENGINE_BLOCK
 from verl_ext_sharding.errors import ConfigError, did_you_mean
 from verl_ext_sharding.placement.bundles import Placement
+from verl_ext_sharding.placement.devices import format_devices
 from verl_ext_sharding.placement.job import JobFacts, ServerFacts
+from verl_ext_sharding.placement.servers import free_devices
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _BACKENDS = ("vllm", "sglang", "trtllm", "hf")
@@ -42,7 +44,7 @@ def check_asserts(values: Mapping[str, Any], facts: JobFacts, placement: Placeme
     if facts.reward is None:
         _check_pool_without_model(values)
     if facts.mode == "separate_async":
-        _check_separate_async(values, facts)
+        _check_separate_async(values, facts, placement)
 
 
 def _check_shard_groups(role: str, values: Mapping[str, Any], facts: JobFacts, placement: Placement) -> None:
@@ -167,10 +169,10 @@ def _check_parallel_sizes(server: ServerFacts, values: Mapping[str, Any]) -> Non
         wrong.append((pipeline, f"1: verl has no pipelines in {server.name}", 1))
     if server.name in _BACKENDS[:2] and (values.get(experts) or 1) not in (1, whole):
         wrong.append((experts, f"1, or tensor_model_parallel_size x data_parallel_size = {whole}", whole))
+    if values.get(f"{disaggregation}.enabled") and server.name not in _BACKENDS[:2]:
+        wrong.append((f"{disaggregation}.enabled", f"False with {block}.name={server.name}", False))
     if server.decoders is not None:
         apart = f"1 with {disaggregation}.enabled=True"
-        if server.name not in _BACKENDS[:2]:
-            wrong.append((f"{disaggregation}.enabled", f"False with {block}.name={server.name}", False))
         if (values.get(f"{disaggregation}.prefill_replicas") or 1) > 1:
             wrong.append((f"{disaggregation}.prefill_replicas", apart, 1))
         if size["data_parallel_size"] > 1:
@@ -185,7 +187,7 @@ def _check_parallel_sizes(server: ServerFacts, values: Mapping[str, Any]) -> Non
         )
 
 
-def _check_separate_async(values: Mapping[str, Any], facts: JobFacts) -> None:
+def _check_separate_async(values: Mapping[str, Any], facts: JobFacts, placement: Placement) -> None:
     """As `PPOTrainerSeparateAsync.__init__` (trainer/ppo/v1/trainer_separate_async.py); `check_servers` sees to its pool."""
     mode, mini, steps = (
         "trainer.v1.trainer_mode=separate_async",
@@ -216,9 +218,7 @@ def _check_separate_async(values: Mapping[str, Any], facts: JobFacts) -> None:
             expected=f"True with {mode}: its rollout never pauses, so no device becomes free for a reward model",
             found="False: the reward model on the actor's devices",
             consequence="the run does not start",
-            remedy="sharding.roles.reward.devices=[...] without the actor's devices, or "
-            "reward.reward_model.enable_resource_pool=True reward.reward_model.nnodes=1 "
-            f"reward.reward_model.n_gpus_per_node={facts.reward.ranks_per_replica}",
+            remedy=", or ".join(_ways_to_part(facts.reward, values, placement)),
         )
     switch = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
     if facts.hybrid_rollout and values.get(switch) and values.get(f"{_ROLLOUT}.disaggregation.enabled"):
@@ -229,3 +229,15 @@ def _check_separate_async(values: Mapping[str, Any], facts: JobFacts) -> None:
             consequence="the run does not start",
             remedy=f"{switch}=False, or {_ROLLOUT}.disaggregation.enabled=False",
         )
+
+
+def _ways_to_part(reward: ServerFacts, values: Mapping[str, Any], placement: Placement) -> Iterator[str]:
+    """Devices without the actor for a reward model, where there are any, and a pool of its own."""
+    devices, block = "sharding.roles.reward.devices", "reward.reward_model"
+    if free := free_devices(reward, placement):
+        yield f"{devices}={format_devices(free)}"
+    listed = (
+        devices not in values or values[devices] is not None
+    )  # of what is set, lists alone are not among the values
+    pool = f"{block}.enable_resource_pool=True {block}.nnodes=1 {block}.n_gpus_per_node={reward.ranks_per_replica}"
+    yield f"{devices}=null {pool}" if listed else pool

@@ -17,6 +17,7 @@ from verl_ext_sharding.config.schema import RoleConfig, ShardingConfig
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.placement.bundles import Placement
 from verl_ext_sharding.placement.job import JobFacts
+from verl_ext_sharding.placement.servers import parts_fit
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _MICRO_BATCH = {
@@ -80,7 +81,7 @@ def translate(
     changes += accompanying_changes(request, facts, current)
     _check_fused(request, current)
     changes += translate_limits(request.roles.rollout, current, context_length=None, explicit=explicit)
-    changes += _servers(placement, facts)
+    changes += _servers(placement, facts, current)
     changes += reward_changes(request, facts, placement, current, reward_model)
     limits = {f"sharding.roles.rollout.{name}" for name in ROLLOUT_LIMITS}  # they act even where they change nothing
     handled = limits | {change.why for change in changes} | set(handled_keys(request))
@@ -182,7 +183,7 @@ def _check_fused(request: ShardingConfig, current: Mapping[str, Any]) -> None:
         )
 
 
-def _servers(placement: Placement, facts: JobFacts) -> Iterator[KeyChange]:
+def _servers(placement: Placement, facts: JobFacts, current: Mapping[str, Any]) -> Iterator[KeyChange]:
     """Keys by which verl itself sizes the pools of reward model and teacher, and rollout servers that span nodes."""
     blocks = {"reward": "reward.reward_model", "teacher": "distillation"}
     for role, block in blocks.items():
@@ -196,10 +197,12 @@ def _servers(placement: Placement, facts: JobFacts) -> Iterator[KeyChange]:
         if role == "reward":
             apart = not set(pool.devices) & set(placement.devices_of("actor"))
             yield KeyChange(key=f"{block}.enable_resource_pool", new=apart, why=why)
-    on_first_node = len(placement.per_node(placement.devices_of("rollout"))[0])
-    if facts.hybrid_rollout and facts.mode != "separate_async" and facts.rollout.ranks_per_replica > on_first_node:
-        key = "actor_rollout_ref.rollout.n_gpus_per_node"
-        yield KeyChange(key=key, new=on_first_node, why="sharding.roles.actor.devices")
+    key = "actor_rollout_ref.rollout.n_gpus_per_node"
+    actor = [len(numbers) for numbers in placement.per_node(placement.devices_of("rollout"))]
+    cut = isinstance(current.get(key), int) and parts_fit(facts.rollout, current[key], actor)
+    if facts.hybrid_rollout and facts.mode != "separate_async" and not cut:
+        why = "sharding.roles.actor.devices" if placement.managed else "trainer.n_gpus_per_node"
+        yield KeyChange(key=key, new=actor[0], why=why)
 
 
 def refuse_unsupported(request: ShardingConfig, handled: set[str]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from verl_ext_sharding.errors import PlacementError
 from verl_ext_sharding.placement.bundles import Placement
@@ -48,16 +49,27 @@ def _other_devices(role: str, job: _Batches, placement: Placement) -> str:
     """Devices of a role that the sizes suit as they are; the actor's must suit its rollout servers too, which is seen later."""
     if job.ranks.get(role, 1) == 1:
         return ""
-    size = job.facts.engines[role].model_parallel_size
-
-    def fits(per_node: Sequence[int]) -> bool:
-        ranks, rest = divmod(sum(per_node), size)
-        return not rest and next(replace(job, ranks={**job.ranks, role: ranks}).problems(), None) is None
-
-    better = None if role == "actor" else placement.nearest(placement.devices_of(role), fits)
+    better = None if role == "actor" else placement.nearest(placement.devices_of(role), partial(_suited, role, job))
     return (
         f", or sharding.roles.{role}.devices={format_devices(better)}" if better else f", or other devices for {role}"
     )
+
+
+def batches_suit(role: str, placement: Placement, facts: JobFacts, per_node: Sequence[int]) -> bool:
+    """Whether a role could run on so many devices with the sizes as they are.
+
+    Args:
+        role: One that trains or evaluates.
+        placement: Where it and the others run now.
+        facts: The job.
+        per_node: Devices on each node.
+    """
+    return _suited(role, _Batches.of(placement, facts), per_node)
+
+
+def _suited(role: str, job: _Batches, per_node: Sequence[int]) -> bool:
+    ranks, rest = divmod(sum(per_node), job.facts.engines[role].model_parallel_size)
+    return not rest and next(replace(job, ranks={**job.ranks, role: ranks}).problems(), None) is None
 
 
 @dataclass(kw_only=True, frozen=True)

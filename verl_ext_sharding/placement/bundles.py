@@ -127,8 +127,24 @@ class Placement:
             devices: The present ones; kept as far as they go.
             fits: Whether numbers of devices per node do.
         """
-        order = [*devices, *(device for device in range(self.topology.num_devices) if device not in devices)]
-        for count in sorted(range(1, len(order) + 1), key=lambda count: (abs(count - len(devices)), -count)):
+        others = (device for device in range(self.topology.num_devices) if device not in devices)
+        return self._nearest([*devices, *others], len(devices), fits)
+
+    def most_without(self, role: str, fits: Callable[[Sequence[int]], bool]) -> tuple[int, ...] | None:
+        """The most devices of the job that fit and that a role has none of.
+
+        Args:
+            role: The role.
+            fits: Whether numbers of devices per node do.
+        """
+        taken = self.devices_of(role)
+        free = [device for device in range(self.topology.num_devices) if device not in taken]
+        return self._nearest(free, len(free), fits)
+
+    def _nearest(
+        self, order: Sequence[int], wanted: int, fits: Callable[[Sequence[int]], bool]
+    ) -> tuple[int, ...] | None:
+        for count in sorted(range(1, len(order) + 1), key=lambda count: (abs(count - wanted), -count)):
             even = [device for device in order if self.topology.local(device) < count // self.topology.num_nodes]
             for chosen in (order[:count], even):
                 candidate = tuple(sorted(chosen))

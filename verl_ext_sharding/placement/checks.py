@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from verl_ext_sharding.placement.batches import check_batches, refusal
 from verl_ext_sharding.placement.bundles import Placement
-from verl_ext_sharding.placement.devices import format_devices
+from verl_ext_sharding.placement.devices import count_devices, format_devices
 from verl_ext_sharding.placement.job import EXPERT_PARALLEL, MODEL_PARALLEL, EngineFacts, JobFacts
-from verl_ext_sharding.placement.servers import check_servers, servers_fit
+from verl_ext_sharding.placement.servers import check_servers, one_rank, rollout_fits
 
 
 def check_job(placement: Placement, facts: JobFacts) -> None:
@@ -35,21 +35,23 @@ def check_layout(placement: Placement, facts: JobFacts) -> None:
             raise refusal(
                 f"devices of {role}",
                 f"a multiple of {engine.model_parallel_size}, the ranks that one sample of {engine.strategy} takes",
-                f"{len(devices)} devices {format_devices(devices)}",
+                f"{count_devices(len(devices))} {format_devices(devices)}",
                 ", or ".join(_ways_to_divide(role, engine, placement, facts)),
             )
         _check_experts(role, engine, placement, facts)
     actor = placement.devices_of("actor")
-    replica = facts.rollout.ranks_per_replica
-    if not placement.is_even(actor) and replica > 1 and facts.hybrid_rollout:
+    rollout = facts.rollout
+    if not placement.is_even(actor) and rollout.ranks_per_replica > 1 and facts.hybrid_rollout:
         counts = [len(numbers) for numbers in placement.per_node(actor)]
-        better = placement.nearest(actor, lambda counts: len(set(counts)) == 1 and servers_fit(replica, counts))
+        better = (
+            None if rollout.name == "hf" else placement.nearest(actor, lambda counts: rollout_fits(rollout, counts))
+        )
         raise refusal(
             "sharding.roles.actor.devices",
-            f"the same number on each node, since a rollout server spans {replica} ranks",
+            f"the same number on each node, since a rollout server spans {rollout.ranks_per_replica} ranks",
             f"{counts} devices per node",
             (f"sharding.roles.actor.devices={format_devices(better)}, or " if better else "")
-            + "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+            + one_rank("rollout", rollout),
         )
 
 
@@ -73,10 +75,10 @@ def _check_experts(role: str, engine: EngineFacts, placement: Placement, facts: 
 
 def _dividing(role: str, size: int, placement: Placement, facts: JobFacts) -> tuple[int, ...] | None:
     """Devices near the role's own whose number divides by a size, and which the actor's rollout servers fill."""
-    servers = facts.rollout.ranks_per_replica if role == "actor" and facts.hybrid_rollout else 1
+    serves = role == "actor" and facts.hybrid_rollout
 
     def fits(per_node: Sequence[int]) -> bool:
-        return sum(per_node) % size == 0 and servers_fit(servers, per_node)
+        return sum(per_node) % size == 0 and (not serves or rollout_fits(facts.rollout, per_node))
 
     return placement.nearest(placement.devices_of(role), fits)
 

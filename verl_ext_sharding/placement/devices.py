@@ -127,6 +127,11 @@ def format_devices(devices: Sequence[int]) -> str:
     return "[" + ",".join(map(str, devices)) + "]"
 
 
+def count_devices(count: int) -> str:
+    """A number of devices in words."""
+    return f"{count} device{'' if count == 1 else 's'}"
+
+
 def _flatten(spec: Any, num_devices: int, key: str) -> list[int]:
     if isinstance(spec, bool):
         raise _unreadable(spec, key)

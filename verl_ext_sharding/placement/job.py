@@ -89,6 +89,7 @@ class ServerFacts:
         block: verl's block with its parallel sizes; empty: the role's usual one.
         replicas: Ranks of each server in verl's order, where their number is set (several teachers); None: as many servers
             as fit.
+        replica_units: `node_unit` of each of them.
         data_parallel_size: Its data-parallel part.
         decoders: Servers that decode of a disaggregated one, and ranks of each; None: it is not disaggregated.
     """
@@ -99,6 +100,7 @@ class ServerFacts:
     tensor_parallel_size: int | None = None
     block: str = ""
     replicas: tuple[int, ...] | None = None
+    replica_units: tuple[int, ...] = ()
     data_parallel_size: int = 1
     decoders: tuple[int, int] | None = None
 
@@ -106,6 +108,19 @@ class ServerFacts:
     def own_devices(self) -> int:
         """Devices of the pool that verl reserves outside the trainer's, 0 without one."""
         return sum(self.own_nodes or ())
+
+    @property
+    def node_unit(self) -> int:
+        """Ranks that must lie on one node together, 1 where any may lie anywhere.
+
+        All of a server that is disaggregated (`vLLMPDReplica`, `SGLangPDReplica`) or ours, and those of each data-parallel
+        part of vLLM, which asserts it (`launch_server`, workers/rollout/vllm_rollout/vllm_async_server.py).
+        """
+        if self.decoders is not None or self.name == "hf":
+            return self.ranks_per_replica
+        if self.name == "vllm" and self.data_parallel_size > 1:
+            return self.tensor_parallel_size or 1
+        return 1
 
 
 @dataclass(kw_only=True, frozen=True)

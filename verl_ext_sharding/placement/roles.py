@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl_ext_sharding.errors import PlacementError
-from verl_ext_sharding.placement.devices import addresses, format_devices, split_optional
+from verl_ext_sharding.placement.devices import addresses, count_devices, format_devices, split_optional
 from verl_ext_sharding.placement.job import JobFacts
 
 
@@ -113,7 +113,7 @@ def check_rollout(parsed: Mapping[str, tuple[int, ...]], actor: tuple[int, ...],
         return
     if facts.mode == "separate_async":
         reason = (
-            f"null: in separate_async verl reserves {facts.rollout.own_devices} devices of its own for rollout "
+            f"null: in separate_async verl reserves {count_devices(facts.rollout.own_devices)} of its own for rollout "
             "(actor_rollout_ref.rollout.nnodes x n_gpus_per_node), and Ray picks them"
         )
         remedy = "sharding.roles.rollout.devices=null"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
+from verl_ext_sharding.placement.batches import batches_suit
 from verl_ext_sharding.placement.bundles import Placement, Pool
-from verl_ext_sharding.placement.devices import format_devices
+from verl_ext_sharding.placement.devices import count_devices, format_devices
 from verl_ext_sharding.placement.job import JobFacts
 
 _DETACHED = {"ActorRolloutRefWorker": "DetachActorWorker"}
@@ -83,7 +85,7 @@ def _reserved_row(role: str, groups: tuple[int, ...], facts: JobFacts) -> RoleRo
         devices=(),
         ranks=_ranks(role, count, facts),
         nodes=(),
-        shares=f"none: verl reserves {count} devices of its own{on_each}",
+        shares=f"none: verl reserves {count_devices(count)} of its own{on_each}",
     )
 
 
@@ -182,7 +184,14 @@ def _reference(placement: Placement, facts: JobFacts) -> Iterator[str]:
     # verl's FSDP engines offload what never trains, whatever param_offload says; others have their own keys for it
     offloaded = facts.engines["ref"].strategy in ("fsdp", "fsdp2") and pool.layout == "fsdp"
     where = ": its weights stay in host memory and come to the device for each batch" if offloaded else ""
-    yield f"ref shares the actor's processes (verl's default){where}; sharding.roles.ref.devices=[...] moves it away"
+    free = placement.most_without("actor", partial(_reference_fits, placement, facts))
+    way = f"; sharding.roles.ref.devices={format_devices(free)} moves it away" if free else ""
+    yield f"ref shares the actor's processes (verl's default){where}{way}"
+
+
+def _reference_fits(placement: Placement, facts: JobFacts, per_node: Sequence[int]) -> bool:
+    experts = facts.engines["ref"].expert_ranks
+    return sum(per_node) % experts == 0 and batches_suit("ref", placement, facts, per_node)
 
 
 def _processes_per_device(placement: Placement) -> Iterator[str]:
