@@ -42,6 +42,17 @@ def disabled() -> bool:
     return os.environ.get(DISABLE, "").strip().lower() in _TRUE
 
 
+def keeping_out() -> dict[str, str]:
+    """What keeps the plugin out of this process, as `{variable: why}`: with these variables unset, verl loads it."""
+    reasons = {}
+    if disabled():
+        reasons[DISABLE] = f"{DISABLE} is set, so the plugin stays out"
+    allowed = os.environ.get(VERL_PLUGINS, "auto").strip().lower()
+    if allowed != "auto" and "sharding" not in [name.strip() for name in allowed.split(",")]:
+        reasons[VERL_PLUGINS] = f"{VERL_PLUGINS}={allowed} keeps verl from loading the plugin"
+    return reasons
+
+
 def forwarded() -> dict[str, str]:
     """The variables of this process that every Ray process of the run must see."""
     return {name: os.environ[name] for name in FORWARDED if name in os.environ}

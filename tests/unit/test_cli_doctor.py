@@ -44,6 +44,7 @@ def test_every_patch_is_listed_with_where_it_acts_and_whether_it_fits(capsys):
     text = capsys.readouterr().out
     for spec in ledger.known_specs():
         line = next(line for line in text.splitlines() if line.split()[:1] == [spec.id])
+        assert f" {spec.target} " in line
         assert " yes " in line
         assert next(iter(spec.processes)) in line
 

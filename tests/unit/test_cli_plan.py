@@ -8,8 +8,9 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext_sharding import launchers
+from verl_ext_sharding import envs, launchers
 from verl_ext_sharding.cli import main, plan, render
+from verl_ext_sharding.config import override_syntax
 from verl_ext_sharding.config.changes import KeyChange
 from verl_ext_sharding.errors import ConfigError
 
@@ -144,12 +145,43 @@ def test_what_is_unknown_reads_not_available_and_never_zero(capsys):
     assert capsys.readouterr().out.split()[-2:] == ["n/a", "0"]
 
 
+@pytest.mark.parametrize(("width", "least"), [(40, 80), (80, 80), (100, 100)])
+def test_what_can_be_copied_from_a_table_is_whole_however_narrow_the_terminal(width, least, shown, monkeypatch):
+    monkeypatch.setattr(render, "LOG_WIDTH", width)
+    text = shown(*JOB, "sharding.roles.critic.devices=[2,3]").partition("\n\n")[0]
+    for name in ("ActorRolloutRefWorker  fsdp", "[0,1,2,3]  4 servers x 1", "rollout server", " rollout,", " critic"):
+        assert name in text
+    assert max(map(len, text.splitlines())) == least
+
+
+def test_only_the_last_column_is_folded_and_between_words(capsys, monkeypatch):
+    monkeypatch.setattr(render, "LOG_WIDTH", 30)
+    render.show(render.table("t", ("a name", "b"), [("TORCH_NCCL_ASYNC_ERROR_HANDLING", "its process ends")]))
+    text = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert text[3:] == [f"TORCH_NCCL_ASYNC_ERROR_HANDLING{end}" for end in ("  its",)] + [
+        f"{'':33}process",
+        f"{'':33}ends",
+        "",
+    ]
+
+
 def test_markup_in_a_value_is_shown_as_it_is(capsys):
     render.show("a [bold]key[/bold] of [0,1]")
     assert capsys.readouterr().out == "a [bold]key[/bold] of [0,1]\n"
 
 
 # Recipes and other configs
+
+
+def recipe(folder, *names, defaults="ppo_trainer", searchpath="pkg://verl.trainer.config"):
+    """A folder with a recipe under each name, whose critic is on the device of the name's place in the list."""
+    folder.mkdir(exist_ok=True)
+    for device, name in enumerate(names):
+        (folder / f"{name}.yaml").write_text(
+            f"hydra:\n  searchpath: [{searchpath}]\ndefaults: [{defaults}, _self_]\ntrainer: {{n_gpus_per_node: 4}}\n"
+            f"sharding: {{roles: {{critic: {{devices: [{device}]}}}}}}\n"
+        )
+    return str(folder)
 
 
 def test_a_recipes_config_is_planned(shown, tmp_path):
@@ -255,10 +287,103 @@ def test_a_config_of_another_program_is_refused(refused, tmp_path):
         (["--config-name", "no_such_config"], "--config-name=ppo_trainer"),
         (["--config-path", "no_such_folder"], "leave it out for verl's own"),
         (["model_engine=megatorn"], "model_engine=megatron"),
+        (["--config-path", "config", "--config-name", "ppo_trainr"], "--config-name=ppo_trainer"),
     ],
 )
 def test_a_config_that_is_not_there_is_answered_with_one_that_is(arguments, fix, refused):
     assert refused(*arguments).rstrip().endswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        ("--config-path={folder} --config-name=min", "--config-name=mine"),
+        ("--config-path={folder} --config-name=mine.yml", "--config-name=mine"),
+        ("--config-path={folder}", "--config-name=mine, or --config-name=older"),
+        ("--config-path={folder} --config-name=nothing_like_it", "--config-name=mine, or --config-name=older"),
+        ("--config-name={folder}/mine.yaml", "--config-path={folder} --config-name=mine"),
+        ("--config-name={folder}/mine", "--config-path={folder} --config-name=mine"),
+        ("--config-name=recipes/mine", "--config-path={folder} --config-name=mine"),
+        ("--config-path={folder}/mine.yaml", "--config-path={folder} --config-name=mine"),
+        ("{folder}/mine.yaml", "--config-path={folder} --config-name=mine"),
+        ("recipes/mine.yaml", "--config-path={folder} --config-name=mine"),
+    ],
+)
+def test_a_recipe_that_is_not_found_is_answered_with_the_one_that_was_meant(
+    arguments, fix, refused, shown, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    folder = recipe(tmp_path / "recipes", "mine", "older")
+    written = arguments.format(folder=folder).split()
+    found = refused(*written).rstrip().rpartition("fix:      ")[2]
+    assert found == fix.format(folder=folder)
+    kept = [word for word in written if word == f"--config-path={folder}"]
+    text = shown(*kept, *found.split(", or ")[0].split(), *JOB)
+    assert cells(text, "critic")[3] == "[0]"
+
+
+def test_a_config_with_another_ending_is_answered_with_its_new_name(refused):
+    assert "mv some/plain.yml some/plain.yaml, and --config-path=" in refused("some/plain.yml")
+
+
+def test_a_folder_without_configs_is_answered_with_where_verls_own_are(refused, tmp_path):
+    assert refused("--config-path", str(tmp_path)).rstrip().endswith("leave it out for verl's own")
+
+
+def test_a_recipe_that_does_not_say_where_verls_configs_are_is_answered_with_that(refused, shown, tmp_path):
+    where = ["--config-path", recipe(tmp_path, "mine", searchpath=""), "--config-name=mine"]
+    error = refused(*where)
+    assert "found:    " in error
+    fix = "hydra.searchpath=[pkg://verl.trainer.config]"
+    assert f"fix:      {fix}, where" in error
+    assert cells(shown(*where, *JOB, fix), "critic")[3] == "[0]"
+
+
+def test_a_config_that_has_none_of_verls_is_answered_with_how_it_gets_one(refused, tmp_path):
+    (tmp_path / "plain.yaml").write_text("trainer: {n_gpus_per_node: 4}\n")
+    error = refused("--config-path", str(tmp_path), "--config-name=plain")
+    assert '"defaults: [ppo_trainer, _self_]"' in error
+    assert "into plain.yaml" in error
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("sharding.roles.critic.devices=2,3", "sharding.roles.critic.devices=[2,3]"),
+        ("sharding.roles.critic.devices=2,3-3", "sharding.roles.critic.devices=[2,3-3]"),
+        ("sharding.roles.critic.devices=cuda:2,cuda:3", "sharding.roles.critic.devices=[cuda:2,cuda:3]"),
+        ("++sharding.roles.critic.devices=2,3", "++sharding.roles.critic.devices=[2,3]"),
+        ("'sharding.roles.critic.devices=range(2,4)'", "sharding.roles.critic.devices=[2,3]"),
+        ("sharding.roles.critic.devices=[2, 3]", "'sharding.roles.critic.devices=[2, 3]'"),
+        ("sharding.roles.critic.devices=[2,3", "sharding.roles.critic.devices=[2,3]"),
+        (
+            "sharding.roles.actor.gradient_checkpointing={policy: every_n, every: 2}",
+            "'sharding.roles.actor.gradient_checkpointing={policy: every_n, every: 2}'",
+        ),
+        (
+            "sharding.roles.actor.gradient_checkpointing=full,every_n",
+            "sharding.roles.actor.gradient_checkpointing=full",
+        ),
+        ("trainer.plugin=other,sharding", "trainer.plugin=sharding"),
+        ("sharding=split,base", "sharding=split"),
+        ("trainer.total_epochs=1,2", "trainer.total_epochs=1"),
+        ("trainer.logger=console,wandb", "trainer.logger=[console,wandb], or trainer.logger=console"),
+    ],
+)
+def test_a_list_without_its_brackets_or_its_quotes_is_answered_with_the_right_one(line, fix, refused, shown):
+    assert refused(*JOB, *in_a_shell(line)).rstrip().rpartition("fix:      ")[2] == fix
+    shown(*JOB, *in_a_shell(fix.partition(", or ")[0]))
+
+
+@pytest.mark.parametrize("line", ["critic.x=glob(*)", "critic.x=interval(0,1)"])
+def test_a_sweep_over_a_pattern_or_an_interval_is_refused_too(line, refused):
+    assert "critic.x=<value>" in refused(*JOB, line)
+
+
+def test_in_a_sweep_over_several_runs_values_stay_as_they_are():
+    lines = ["trainer.plugin=sharding", "sharding.roles.critic.devices=[2],[3]"]
+    assert override_syntax.explain(lines, sweeps=False) is None
+    assert override_syntax.explain(lines) is not None
 
 
 @pytest.mark.parametrize("line", ["no_value", "a=b=c", "x={a b"])
@@ -275,6 +400,41 @@ def test_without_verl_the_error_says_what_to_install(monkeypatch, refused):
     monkeypatch.setattr(plan.util, "find_spec", lambda name: None)
     error = refused(*JOB)
     assert "pip install 'verl-ext-sharding[verl]'" in error
+
+
+@pytest.mark.parametrize(
+    ("variables", "fix"),
+    [
+        ({envs.DISABLE: "1"}, f"unset {envs.DISABLE}"),
+        ({envs.VERL_PLUGINS: "none"}, f"unset {envs.VERL_PLUGINS}"),
+        ({envs.VERL_PLUGINS: "other", envs.DISABLE: "yes"}, f"unset {envs.DISABLE} {envs.VERL_PLUGINS}"),
+    ],
+    ids=str,
+)
+def test_where_the_run_would_be_without_the_plugin_nothing_is_planned(variables, fix, refused, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert refused(*JOB).rstrip().endswith(f"fix:      {fix}")
+
+
+@pytest.mark.parametrize(
+    ("command", "launch"),
+    [
+        ("python -m verl.trainer.main_ppo trainer.nnodes=1", "python -m verl.trainer.main_ppo"),
+        ("--json A=1 python3 verl/trainer/main_ppo.py trainer.nnodes=1", "A=1 python3 verl/trainer/main_ppo.py"),
+        (
+            "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer trainer.nnodes=1",
+            "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer",
+        ),
+    ],
+)
+def test_of_a_command_that_was_pasted_whole_the_launch_is_to_be_left_out(command, launch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(["plan", *command.split()])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert f"leave out `{launch}`: give its overrides alone" in error
+    assert ("--config-name sft_trainer_engine" in error) == ("sft" in launch)
 
 
 # What is not started
@@ -305,6 +465,19 @@ def test_without_a_command_there_is_help_and_an_exit_code(capsys):
         main.main([])
     assert ended.value.code == 2
     assert "usage: verl-sharding" in capsys.readouterr().err
+
+
+def test_the_table_need_not_be_asked_for(capsys, shown):
+    assert main.main(["plan", *JOB]) == 0
+    assert capsys.readouterr().out == shown(*JOB)
+
+
+def test_the_help_of_plan_has_commands_for_both_trainers(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["plan", "--help"])
+    text = capsys.readouterr().out
+    assert "verl-sharding plan trainer.n_gpus_per_node=4 'sharding.roles.critic.devices=[2,3]'" in text
+    assert "--config-name sft_trainer_engine" in text
 
 
 def test_the_version_is_printed(capsys):

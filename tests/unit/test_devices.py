@@ -268,7 +268,18 @@ def test_a_map_as_text_is_answered_with_the_map():
         (["gpu3"], "[3]"),
         ('"2-3"', "[2,3]"),
         ([2.0], "[2]"),
-        ("policy", "[0]"),
+        ("policy", "null"),
+        ("cpu", "null"),
+        ("half", "null"),
+        ("two", "null"),
+        ("second_haf", "second_half"),
+        ("second half", "second_half"),
+        ("2nd_half", "second_half"),
+        ("last_half", "second_half"),
+        ("last", "second_half"),
+        ("second", "second_half"),
+        ("first", "first_half"),
+        (["first_halv", 3], "first_half"),
         ("", "null"),
         ("None", "null"),
         ("auto", "null"),
@@ -278,6 +289,19 @@ def test_a_map_as_text_is_answered_with_the_map():
 )
 def test_what_can_not_be_read_is_answered_with_what_it_seems_to_mean(spec, meant):
     assert refusal(spec).remedy == f"{KEY}={meant}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "meant"),
+    [
+        ("second_haf", "'{}={{node0:[0],node1:second_half}}'"),
+        ("3-1", """'{}={{node0:[0],node1:"1-3"}}'"""),
+        ("1;2", "'{}={{node0:[0],node1:[1,2]}}'"),
+        ("cpu", "{}=null"),
+    ],
+)
+def test_what_can_not_be_read_in_a_map_is_answered_with_the_whole_map(spec, meant):
+    assert refusal({"node0": [0], "node1": spec}, TWO_NODES).remedy == meant.format(KEY)
 
 
 @pytest.mark.parametrize("spec", [[4], "2-5", [-1]], ids=str)

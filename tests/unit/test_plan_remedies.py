@@ -68,6 +68,11 @@ POOLS = [
 ]
 LISTS = [
     ("sharding.roles.critic.devices=auto",),
+    ("sharding.roles.critic.devices=last",),
+    ("sharding.roles.critic.devices=cpu",),
+    ("sharding.roles.critic.devices={node0:second_haf}",),
+    ("sharding.roles.critic.devices={node0:cpu}",),
+    ("sharding.roles.critic.devices={node0:'2-1'}",),
     ("sharding.roles.critic.devices={gpu01:[0,1]}",),
     ("sharding.roles.critic.devices='{node0:[0,1]}'",),
     ("sharding.roles.critic.devices={node0:[0,1,9]}",),

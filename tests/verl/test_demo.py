@@ -45,7 +45,7 @@ def test_the_final_table_shows_each_role_on_the_device_that_its_workers_reported
 
 def test_the_final_table_has_a_row_for_each_step_with_time_and_reward(demo):
     final = demo.stdout[demo.stdout.index("Steps") :]
-    assert len(re.findall(r"^\s+\d\s+[\d.]+\s+[\d.]+\s+\d\.\de-\d+", final, re.MULTILINE)) == 3, final
+    assert len(re.findall(r"^\d\s+[\d.]+\s+[\d.]+\s+\d\.\de-\d+", final, re.MULTILINE)) == 3, final
 
 
 def test_verl_and_ray_noise_stays_in_the_log(demo):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from importlib import metadata
 
@@ -96,11 +95,7 @@ def _problems(found: dict[str, str | None]) -> list[str]:
         )
     elif (failure := _load_failure()) is not None:
         problems.append(f"the plugin fails to load: {failure}")
-    if envs.disabled():
-        problems.append(f"{envs.DISABLE} is set, so the plugin stays out: unset {envs.DISABLE}")
-    allowed = os.environ.get(envs.VERL_PLUGINS, "auto").strip().lower()
-    if allowed != "auto" and "sharding" not in [name.strip() for name in allowed.split(",")]:
-        problems.append(f"{envs.VERL_PLUGINS}={allowed} keeps verl from loading the plugin: unset {envs.VERL_PLUGINS}")
+    problems += [f"{why}: unset {name}" for name, why in envs.keeping_out().items()]
     if not any(point.name == "sharding" for point in metadata.entry_points(group="verl.plugins")):
         problems.append("the entry point is not registered: pip install --force-reinstall --no-deps verl-ext-sharding")
     return problems

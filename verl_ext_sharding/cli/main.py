@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Sequence
 
 from verl_ext_sharding.errors import ShardingError
 from verl_ext_sharding.versions import __version__
+
+_EXAMPLES = """\
+examples:
+  verl-sharding plan trainer.n_gpus_per_node=4 'sharding.roles.critic.devices=[2,3]'
+  SFT: verl-sharding plan --config-name sft_trainer_engine trainer.n_gpus_per_node=4
+"""
+
+_JSON = "tables as JSON on standard output; errors stay text on standard error, exit code 2"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,8 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     An interrupt gives 130, as shells count it, and 1 a reader of the output that has left (`verl-sharding plan --json | head`).
     """
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options, rest = parser.parse_known_args(words)
     flags = [word for word in rest if word.startswith("-")]
+    if hasattr(options, "overrides") and (pasted := _pasted(words[1:])):
+        parser.error(pasted)
     if flags or (rest and not hasattr(options, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(flags or rest)}")
     if rest:
@@ -35,6 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more as it ends
         return 1
+
+
+def _pasted(words: Sequence[str]) -> str | None:
+    """What to leave out of a command that was pasted whole, such as `python -m verl.trainer.main_ppo <overrides>`."""
+    ends = (index + (word == "-m") for index, word in enumerate(words) if word == "-m" or _is_script(word))
+    end = next(ends, None)
+    if end is None:
+        return None
+    launch = " ".join(itertools.dropwhile(lambda word: word.startswith("--"), words[: end + 1]))
+    sft = ", with --config-name sft_trainer_engine" if "sft_trainer" in launch else ""
+    return f"leave out `{launch}`: give its overrides alone{sft}"
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") and "=" not in word
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,13 +86,16 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    plan = commands.add_parser("plan", help="what a command would do, without starting anything")
-    plan.add_argument(
-        "--placement", action="store_true", required=True, help="role, worker class, engine, devices, ranks"
+    plan = commands.add_parser(
+        "plan",
+        help="what a command would do, without starting anything",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    plan.add_argument("--placement", action="store_true", default=True, help="kept for scripts: the one table there is")
     plan.add_argument("--config-name", default="ppo_trainer", help="primary config (default ppo_trainer)")
     plan.add_argument("--config-path", help="folder of a recipe's configs (default: verl's own)")
-    plan.add_argument("--json", action="store_true", help="for programs")
+    plan.add_argument("--json", action="store_true", help=_JSON)
     plan.add_argument("overrides", nargs="*", help="the overrides of your python -m verl.trainer.main_ppo command")
     plan.set_defaults(run=_plan)
 

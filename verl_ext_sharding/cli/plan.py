@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_ext_sharding import envs
 from verl_ext_sharding.cli import render
 from verl_ext_sharding.config import sft as sft_config
 from verl_ext_sharding.config.changes import parse_overrides
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
 _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer_engine")
 """verl's own primary configs."""
 
+_YAML = ".yaml"
+_YAMLS = (_YAML, ".yml")
+_NOTHING = "nothing is planned"
+_RIGHT_FOLDER = "--config-path <the recipe's folder of configs>, or leave it out for verl's own"
+
 _NODES, _DEVICES = "trainer.nnodes", "trainer.n_gpus_per_node"
 
 
@@ -41,10 +48,12 @@ def run(*, overrides: Sequence[str], config_name: str, config_path: str | None, 
         as_json: Print JSON instead of tables.
 
     Raises:
-        ConfigError: The command can't run as written, or switches the plugin off.
+        ConfigError: The command can't run as written, or the plugin is switched off.
     """
     from verl_ext_sharding import driver, layer_plans
 
+    if reasons := envs.keeping_out():
+        raise _kept_out(reasons)
     config = compose(overrides, config_name, config_path)
     if not driver.asked_for(config):
         raise _switched_off()
@@ -126,7 +135,7 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from verl_ext_sharding.config import hydra_source
+    from verl_ext_sharding.config import hydra_source, override_syntax
     from verl_ext_sharding.patch_points import hydra_overrides
     from verl_ext_sharding.patching import apply
 
@@ -134,6 +143,9 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
     for patch in hydra_overrides.SPECS:
         apply(patch)
     folder = _config_folder(config_path)
+    for word in overrides:
+        if word.endswith(_YAMLS) and "=" not in word and not word.startswith("~"):
+            raise _one_file(word)
     switched_on = any(line.lstrip("+~").partition("=")[0] == "trainer.plugin" for line in overrides)
     lines = list(overrides) if switched_on else [*overrides, f"trainer.plugin={PLUGIN_NAME}"]
     try:
@@ -144,26 +156,114 @@ def compose(overrides: Sequence[str], config_name: str = "ppo_trainer", config_p
     except HydraException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
-        raise _refused(config_name, error) from error
+        raise override_syntax.explain(lines, asked=True) or _refused(config_name, folder, error) from error
 
 
-def _refused(config_name: str, error: HydraException) -> ConfigError:
-    from hydra.errors import MissingConfigException, OverrideParseException
+def _refused(config_name: str, folder: Path, error: HydraException) -> ConfigError:
+    from hydra.errors import MissingConfigException
 
-    subject, expected = "the overrides", f"overrides of {config_name}"
-    found, remedy = str(error).partition("\nConfig search path")[0], "correct the override named above"
-    if isinstance(error, OverrideParseException):
-        found = f"{error.override}: {str(error.message).splitlines()[0]}"
-        remedy = (
-            "write key=value, in single quotes where it has braces, quotes or spaces, which a shell takes for its own"
+    found = str(error).partition("\nConfig search path")[0]
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _missing(config_name, folder, str(error.missing_cfg_file), error.options or ())
+    if "'trainer.plugin'" in found:
+        return _none_of_verls(config_name)
+    return ConfigError(
+        "the overrides",
+        expected=f"overrides of {config_name}",
+        found=found,
+        consequence=_NOTHING,
+        remedy="correct the override named above",
+    )
+
+
+def _none_of_verls(config_name: str) -> ConfigError:
+    """The error for a config that our group does not reach, since it has none of verl's among its defaults."""
+    file = f"{config_name.removesuffix(_YAML)}{_YAML}"
+    return ConfigError(
+        config_name,
+        expected="one of verl's configs, or a recipe's, which goes on from one",
+        found=f"{file}, which has none of verl's configs in its defaults",
+        consequence=_NOTHING,
+        remedy=f'write "defaults: [ppo_trainer, _self_]" and "hydra: {{searchpath: [pkg://verl.trainer.config]}}" into {file}',
+    )
+
+
+def _missing(config_name: str, folder: Path, missing: str, options: Sequence[str]) -> ConfigError:
+    """The error for a config that is not there: the primary one, a choice of a group, or one of a recipe's `defaults`.
+
+    Args:
+        config_name: The primary config that was asked for.
+        folder: Where it is looked for.
+        missing: What is not there, without its ending.
+        options: What the group has, if it is a choice.
+    """
+    names, stem = _names_in(folder), config_name.removesuffix(_YAML)
+    if missing.removesuffix(_YAML).strip("/") == stem.strip("/") or (stem not in names and not options):
+        return _no_config(config_name, folder, names)
+    group, _, choice = missing.rpartition("/")
+    if options:
+        return ConfigError(
+            group,
+            expected=", ".join(options),
+            found=choice,
+            consequence=_NOTHING,
+            remedy=f"{group}={did_you_mean(choice, options) or options[0]}",
         )
-    elif isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, choice = str(error.missing_cfg_file).rpartition("/")
-        subject, prefix = (group, f"{group}=") if group else ("--config-name", "--config-name=")
-        names = tuple(error.options or _CONFIGS)
-        expected, found = ", ".join(names), choice
-        remedy = f"{prefix}{did_you_mean(choice, names) or names[0]}"
-    return ConfigError(subject, expected=expected, found=found, consequence="nothing is planned", remedy=remedy)
+    return ConfigError(
+        f"the defaults of {config_name}",
+        expected="configs of its own folder, or of Hydra's search path",
+        found=missing,
+        consequence=_NOTHING,
+        remedy="hydra.searchpath=[pkg://verl.trainer.config], where it is one of verl's, or correct the name",
+    )
+
+
+def _no_config(config_name: str, folder: Path, names: Sequence[str]) -> ConfigError:
+    """The error for a primary config that is not there, which says what is."""
+    if "/" in config_name:
+        return _one_file(config_name, folder)
+    close = did_you_mean(config_name.removesuffix(_YAML), names)
+    if close is None and folder == _verl_configs():
+        close = _CONFIGS[0]
+    ways = [f"--config-name={name}" for name in ([close] if close else names)]
+    return ConfigError(
+        "--config-name",
+        expected=", ".join(names) or f"a config in {folder}, which has none",
+        found=config_name,
+        consequence=_NOTHING,
+        remedy=", or ".join(ways) or _RIGHT_FOLDER,
+    )
+
+
+def _one_file(path: str, folder: Path | None = None) -> ConfigError:
+    """The error for a config that is written as a file, from here or from a folder: Hydra takes folder and name apart."""
+    file = Path(path).absolute()
+    if folder is not None and not file.parent.is_dir():
+        file = folder / path
+    renamed = f"mv {path} {Path(path).with_suffix(_YAML)}, and " if file.suffix == ".yml" else ""
+    where, stem = shlex.quote(str(file.parent)), file.stem if file.suffix in _YAMLS else file.name
+    return ConfigError(
+        path,
+        expected="the folder of a recipe's config, and its name",
+        found=f"the file {path}",
+        consequence=_NOTHING,
+        remedy=f"{renamed}--config-path={where} --config-name={stem}",
+    )
+
+
+def _names_in(folder: Path) -> tuple[str, ...]:
+    """The primary configs that a folder may have."""
+    return _CONFIGS if folder == _verl_configs() else tuple(sorted(file.stem for file in folder.glob(f"*{_YAML}")))
+
+
+def _kept_out(reasons: Mapping[str, str]) -> ConfigError:
+    return ConfigError(
+        "the plugin",
+        expected="loaded by verl in the run",
+        found=", and ".join(reasons.values()),
+        consequence=f"{_NOTHING}: the run would refuse trainer.plugin={PLUGIN_NAME}",
+        remedy=f"unset {' '.join(reasons)}",
+    )
 
 
 def _switched_off() -> ConfigError:
@@ -171,27 +271,32 @@ def _switched_off() -> ConfigError:
         "trainer.plugin",
         expected=f"{PLUGIN_NAME}, or left out",
         found="null: the run would be verl's own",
-        consequence="nothing is planned",
+        consequence=_NOTHING,
         remedy=f"trainer.plugin={PLUGIN_NAME}",
     )
 
 
 def _config_folder(config_path: str | None) -> Path:
     """The folder of configs; one that is relative starts here, or where `verl.trainer.main_ppo` takes it to start."""
-    trainer = _verl_trainer()
     if config_path is None:
-        return trainer / "config"
-    folders = [Path(config_path).resolve(), trainer / config_path]
+        return _verl_configs()
+    if config_path.endswith(_YAMLS):
+        raise _one_file(config_path)
+    folders = [Path(config_path).resolve(), _verl_trainer() / config_path]
     found = next((folder for folder in folders if folder.is_dir()), None)
     if found is None:
         raise ConfigError(
             "--config-path",
             expected="a folder of configs",
             found=f"{folders[0]}, which is none",
-            consequence="nothing is planned",
-            remedy="--config-path <the recipe's folder of configs>, or leave it out for verl's own",
+            consequence=_NOTHING,
+            remedy=_RIGHT_FOLDER,
         )
     return found
+
+
+def _verl_configs() -> Path:
+    return _verl_trainer() / "config"
 
 
 def _verl_trainer() -> Path:

@@ -22,28 +22,55 @@ LOG_WIDTH = 130
 """Columns where output is no terminal (log files, Ray's forwarding), so that tables there are not folded at 80."""
 
 
-def console() -> Console:
-    """A console on standard output."""
-    width = None if sys.stdout.isatty() else LOG_WIDTH
+_WIDEST = 10_000
+"""Columns beyond what any table needs: rich measures within a width."""
+
+
+def console(width: int | None = None) -> Console:
+    """A console on standard output.
+
+    Args:
+        width: Columns; None: those of the terminal.
+    """
+    width = width or (None if sys.stdout.isatty() else LOG_WIDTH)
     return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A plain table; a value of None reads `n/a`, and a last column in which nothing stands is left out."""
+    """A plain table; a value of None reads `n/a`, and a last column in which nothing stands is left out.
+
+    Names are copied from it: only the last column is folded, and that between words.
+    """
     cells = [["n/a" if value is None else str(value) for value in row] for row in rows]
     if not any(row[-1] for row in cells):
         columns, cells = columns[:-1], [row[:-1] for row in cells]
-    drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD)
-    for column in columns:
-        drawn.add_column(column, overflow="fold")
+    drawn = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for index, column in enumerate(columns):
+        texts = [column, *(row[index] for row in cells)]
+        folded = index == len(columns) - 1
+        pieces = [word for text in texts for word in text.split()] if folded else texts
+        drawn.add_column(column, no_wrap=not folded, overflow="fold", min_width=max(map(len, pieces)))
     for row in cells:
         drawn.add_row(*row)
     return drawn
 
 
 def show(drawn: Table | str) -> None:
-    """Prints a table, or a line as it is: never folded, so that what is in it can be copied."""
-    console().print(drawn, markup=False, soft_wrap=isinstance(drawn, str))
+    """Prints a table, wider than the console where its words are, or a line as it is: never folded, so that it can be copied."""
+    if isinstance(drawn, str):
+        console().print(drawn, markup=False, soft_wrap=True)
+        return
+    least = Console(width=_WIDEST).measure(drawn).minimum
+    console(max(console().width, least)).print(drawn, "", sep="\n", markup=False)
 
 
 def show_json(data: Any) -> None:

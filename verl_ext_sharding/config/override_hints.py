@@ -22,6 +22,19 @@ from verl_ext_sharding.errors import ConfigError, did_you_mean
 _REWARD_MODEL = "reward.reward_model."
 _BLOCKS_OF_ROLES = ("actor_rollout_ref", "critic", "reward", "distillation")
 
+_VERLS_BLOCKS = {
+    "actor": "actor_rollout_ref.actor",
+    "rollout": "actor_rollout_ref.rollout",
+    "ref": "actor_rollout_ref.ref",
+    "critic": "critic",
+    "reward": "reward.reward_model",
+    "teacher": "distillation",
+}
+"""Where verl has the keys of a role."""
+
+_NO_KEY = ": no such key"
+"""How the subject of `unknown_key`'s error ends."""
+
 _MOST_PLACES = 2
 """How many keys are offered for one that stands in the wrong place; of more, none is likely to be meant."""
 
@@ -60,9 +73,7 @@ def _explain_one(override: Any, overrides: Sequence[Any], config: DictConfig, sw
         if not known:
             return _no_block(path, key, overrides)
         error = unknown_key(path, name, known)
-        meant = error.remedy.removeprefix("did you mean ").removesuffix("?")
-        if meant != error.remedy and key.startswith(missing):  # else a block as a value has it
-            error.remedy += f" Then type {as_argument(override.input_line.replace(missing, meant, 1))}"
+        _add_what_to_type(error, overrides, config)
         return error
     if not switched_on or override.is_delete():
         return None
@@ -74,6 +85,34 @@ def _explain_one(override: Any, overrides: Sequence[Any], config: DictConfig, sw
     if not known and isinstance(OmegaConf.select(config, path), DictConfig) and not _elsewhere(key, known_keys(config)):
         return _unlisted(key, override.input_line)
     return _unknown(key, override.input_line, known_keys(config))
+
+
+def _add_what_to_type(error: ConfigError, overrides: Iterable[Any], config: DictConfig) -> None:
+    """Adds to the error for a key that there is not what to type in place of the overrides that have it.
+
+    Where nothing of ours is like it, verl's own key of that name is offered: `actor_rollout_ref.rollout.n`.
+    """
+    missing = error.subject.removesuffix(_NO_KEY)
+    meant = error.remedy.removeprefix("did you mean ").removesuffix("?")
+    if meant == error.remedy:
+        places = _of_verls_role(missing, config)
+        if not places:
+            return
+        meant = places[0]
+        error.remedy = f"did you mean {' or '.join(places)}?"
+    lines = [o.input_line.lstrip("+") for o in overrides if f"{o.key_or_group}.".startswith(f"{missing}.")]
+    if lines:  # else a block as a value has it, or a yaml file
+        error.remedy += f" Then type {' '.join(as_argument(line.replace(missing, meant, 1)) for line in lines)}"
+
+
+def _of_verls_role(key: str, config: DictConfig) -> list[str]:
+    """Keys of verl's for a key of `sharding.roles.<role>` that is none of ours, in verl's blocks of that role."""
+    role, _, rest = key.removeprefix("sharding.roles.").partition(".")
+    if not key.startswith("sharding.roles.") or role not in _VERLS_BLOCKS:
+        return []
+    same = f"{_VERLS_BLOCKS[role]}.{rest}"
+    known = {name for name in known_keys(config) if not name.startswith("sharding.")}
+    return [same] if same in known else _elsewhere(same, known)
 
 
 def _wrong_value(key: str, value: Any) -> ConfigError | None:
@@ -264,8 +303,12 @@ def _first_missing(config: DictConfig, key: str, value: Any = None) -> tuple[str
     return key, None, []
 
 
-def check(config: DictConfig) -> bool:
+def check(config: DictConfig, overrides: Iterable[Any]) -> bool:
     """Checks a composed config: what is in the `sharding` block, and what stands beside it.
+
+    Args:
+        config: The config with the overrides applied.
+        overrides: The parsed overrides.
 
     Returns:
         Whether it switches the plugin on.
@@ -277,7 +320,12 @@ def check(config: DictConfig) -> bool:
     if not isinstance(trainer, DictConfig) or "plugin" not in trainer.keys():  # noqa: SIM118  (`in` is false for null)
         return False  # none of verl's
     _check_names(config, trainer)
-    _check_types(config)
+    try:
+        _check_types(config)
+    except ConfigError as error:
+        if error.subject.endswith(_NO_KEY):
+            _add_what_to_type(error, overrides, config)
+        raise
     switch = trainer._get_node("plugin")
     return isinstance(switch, Node) and bool(switch._value() == PLUGIN_NAME)
 

@@ -334,9 +334,14 @@ def _differences(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any
 
 _ALIASES = {
     "policy": "actor",
+    "actor_rollout": "actor",
+    "actor_rollout_ref": "actor",
     "reference": "ref",
+    "reference_policy": "ref",
     "value": "critic",
+    "value_model": "critic",
     "reward_model": "reward",
+    "reward_model_worker": "reward",
     "gpus": "devices",
     "gpu": "devices",
     "param_offload": "params",
@@ -364,6 +369,16 @@ def unknown_key(path: str, name: str, known: list[str]) -> ConfigError:
         consequence="the run does not start",
         remedy=f"did you mean {prefix}{meant}?" if meant else f"remove {prefix}{name}",
     )
+
+
+def takes_list(key: str) -> bool | None:
+    """Whether a key of `sharding` takes a list; None: there is no such key."""
+    first, *parts = key.split(".")
+    options: list[Any] = [ShardingConfig] if first == PLUGIN_NAME else []
+    for part in parts:
+        hints = next((typing.get_type_hints(option) for option in options if is_block(option)), {})
+        options = options_of(hints[part]) if part in hints else []
+    return any(typing.get_origin(option) is list for option in options) if options else None
 
 
 def _in_block(path: str, name: str) -> str | None:

@@ -1,8 +1,9 @@
 """Hydra says that a key does not exist, but not which one was meant; and it checks no type, and no name that was added.
 
 One replacement explains a misspelt `trainer.plugin` or `sharding.*` key, and checks the composed config before anything
-runs, also for `--cfg job` and `hydra.compose`. The other explains `sharding=null` and its like, for which Hydra raises a
-bare ValueError. Hydra has no hook for any of it.
+runs, also for `--cfg job` and `hydra.compose`. Another explains `sharding=null` and its like, for which Hydra raises a
+bare ValueError. The third explains `devices=2,3` and `devices=[2,`, which Hydra takes for a sweep or can't read before
+either of the others is called. Hydra has no hook for any of it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def apply_overrides_to_config(overrides: Any, cfg: Any) -> None:
             if hint is None:
                 raise
             raise hint from error
-        if override_hints.check(cfg):
+        if override_hints.check(cfg, overrides):
             launchers.refuse_unreached()
 
 
@@ -41,6 +42,31 @@ def sort_overrides(self: Any, repo: Any, overrides_list: Any) -> None:
     with _as_hydras():
         override_hints.check_choice(repo, overrides_list)
     original(CHOICES)(self, repo, overrides_list)
+
+
+def load_configuration(
+    self: Any,
+    config_name: Any,
+    overrides: Any,
+    run_mode: Any,
+    from_shell: bool = True,
+    validate_sweep_overrides: bool = True,
+) -> Any:
+    """As Hydra's, with errors that say how a list, or what a shell has taken apart, is typed."""
+    from hydra.errors import ConfigCompositionException, OverrideParseException
+    from hydra.types import RunMode
+
+    from verl_ext_sharding.config import override_syntax
+
+    with _as_hydras():
+        try:
+            return original(SYNTAX)(self, config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        except (ConfigCompositionException, OverrideParseException) as error:
+            sweeps = validate_sweep_overrides and run_mode == RunMode.RUN
+            hint = override_syntax.explain(overrides, sweeps=sweeps)
+            if hint is None:
+                raise
+            raise hint from error
 
 
 @contextmanager
@@ -84,4 +110,18 @@ CHOICES = PatchSpec(
     remove_when="Hydra names the group whose choice is no name, and what may be chosen",
 )
 
-SPECS = (OVERRIDES, CHOICES)
+SYNTAX = PatchSpec(
+    id="hydra-override-syntax",
+    target="hydra._internal.config_loader_impl:ConfigLoaderImpl.load_configuration",
+    replacement=load_configuration,
+    distribution="hydra-core",
+    range=">=1.3,<1.4",
+    signature=("self", "config_name", "overrides", "run_mode", "from_shell", "validate_sweep_overrides"),
+    fingerprints={"1.3.8": "a0c8f3d332d4583a"},
+    processes=frozenset({"driver"}),
+    needed_by=None,
+    upstream_issue="none filed",
+    remove_when="Hydra says with the override's own key and values how a list is typed, and that a shell takes [2, 3] apart",
+)
+
+SPECS = (OVERRIDES, CHOICES, SYNTAX)

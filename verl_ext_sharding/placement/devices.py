@@ -11,9 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext_sharding.errors import PlacementError
+from verl_ext_sharding.errors import PlacementError, did_you_mean
 
 WORDS = ("all", "first_half", "second_half")
+
+_ALIASES = {"first": "first_half", "second": "second_half", "last": "second_half", "last_half": "second_half"}
+"""Other words for them."""
 
 _OPTIONAL = "?"
 
@@ -172,7 +175,7 @@ def _from_map(spec: Mapping[Any, Any], topology: Topology, key: str) -> list[int
     numbers = []
     for name, local_spec in spec.items():
         node = _node_index(str(name), spec, topology, key)
-        local = _flatten(local_spec, topology.devices_per_node, f"{key}.{name}")
+        local = _numbers_on(name, spec, topology.devices_per_node, key)
         if unknown := sorted(number for number in local if not 0 <= number < topology.devices_per_node):
             known: list[Any] = sorted(set(local) - set(unknown)) or ["all"]
             ways = [f"'{key}={_format_map({**spec, name: known})}'"]
@@ -187,6 +190,16 @@ def _from_map(spec: Mapping[Any, Any], topology: Topology, key: str) -> list[int
             )
         numbers += [node * topology.devices_per_node + number for number in local]
     return numbers
+
+
+def _numbers_on(name: Any, spec: Mapping[Any, Any], num_devices: int, key: str) -> list[int]:
+    """The numbers that a per-node map has for one node; what to type instead of them is a whole map."""
+    try:
+        return _flatten(spec[name], num_devices, f"{key}.{name}")
+    except PlacementError as error:
+        meant = error.remedy.partition("=")[2].strip("\"'")
+        error.remedy = f"{key}=null" if meant == "null" else f"'{key}={_format_map({**spec, name: meant})}'"
+        raise
 
 
 def _node_index(name: str, spec: Mapping[Any, Any], topology: Topology, key: str) -> int:
@@ -225,7 +238,7 @@ def _format_map(spec: Mapping[Any, Any]) -> str:
 
     def text(devices: Any) -> str:
         if isinstance(devices, str):
-            return devices if devices in WORDS else f'"{devices}"'
+            return devices if devices in WORDS or _LIST.fullmatch(devices) else f'"{devices}"'
         return f"[{','.join(map(text, devices))}]" if isinstance(devices, Sequence) else str(devices)
 
     return "{" + ",".join(f"{name}:{text(devices)}" for name, devices in spec.items()) + "}"
@@ -270,14 +283,13 @@ def _unreadable(spec: Any, key: str) -> PlacementError:
 def _likely(spec: Any) -> str:
     """What seems to be meant by what can't be read."""
     text = str(spec).strip("\"' ").lower()
-    if text in WORDS:
-        return text
-    if text in ("", "none", "auto", "default"):
-        return "null"
     if on_node := _ON_NODE.fullmatch(text):
         return f'{{{on_node[1]}:"{on_node[2]}"}}'
+    words = re.sub(r"[\s-]+", "_", text)
+    if word := _ALIASES.get(words) or did_you_mean(words, WORDS):
+        return word
     numbers = sorted({int(float(number)) for number in re.findall(r"\d+(?:\.\d+)?", text)})
-    return format_devices(numbers or [0])
+    return format_devices(numbers) if numbers else "null"
 
 
 def _error(key: str, expected: str, found: str, remedy: str) -> PlacementError:
