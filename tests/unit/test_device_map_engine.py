@@ -27,13 +27,12 @@ class Config(SimpleNamespace):
         return getattr(self, name, default)
 
 
-def refused(measures=None, qat=False, model=None, **engine):
+def refused(measures=None, qat=False, **engine):
     given = {"offload_policy": False, "use_fused_kernels": False, "forward_only": False, "model_dtype": "fp32"}
     one = SimpleNamespace(
         role="actor",
         measures=measures or RoleMeasures(),
         engine_config=Config(**{**given, **engine}),
-        model_config=Config(**{"lora": {}, "target_parameters": None, **(model or {})}),
         _qat_enabled=qat,
     )
     one._stored_dtype = lambda: DeviceMapEngineMixin._stored_dtype(one)
@@ -53,7 +52,6 @@ def test_settings_that_can_be_honoured_are_not_refused():
         ({"use_fused_kernels": True}, "use_fused_kernels", "sharding.roles.actor.logits=fused"),
         ({"qat": True}, "QAT", "sharding.roles.actor.layout=fsdp"),
         ({"model_dtype": "fp16"}, "float16", "sharding.roles.actor.compute_dtype=float16"),
-        ({"model": {"lora": {"merge": True}, "target_parameters": ["a"]}}, "target_parameters", "lora.merge=False"),
     ],
     ids=str,
 )

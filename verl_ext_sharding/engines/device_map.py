@@ -22,7 +22,6 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from verl_ext_sharding.config.measures import LayerSpread
 from verl_ext_sharding.engines.measured import MeasuredEngineMixin
-from verl_ext_sharding.engines.merged_weights import merge_obstacle, merged_weights
 from verl_ext_sharding.engines.meta_models import meta_model
 from verl_ext_sharding.engines.optimizer_states import Where, move_states
 from verl_ext_sharding.errors import ConfigError, PlacementError, first_line
@@ -37,9 +36,6 @@ _GROWTH_INTERVAL = 400
 
 _STATES = 2
 """Tensors that AdamW keeps for each parameter, in the parameter's dtype."""
-
-
-_UNMERGED = "actor_rollout_ref.model.lora.merge=False, or {key}.layout=fsdp"
 
 
 class DeviceMapEngineMixin(MeasuredEngineMixin):
@@ -79,7 +75,7 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
 
     def _impossible(self) -> Iterator[tuple[str, bool, str]]:
         """Settings of verl that an unsharded model over several devices can't honour: name, whether it is on, remedy."""
-        key, engine, model = f"sharding.roles.{self.role}", self.engine_config, self.model_config
+        key, engine = f"sharding.roles.{self.role}", self.engine_config
         trains = not engine.forward_only
         yield (
             "offload_policy, which is FSDP2's",
@@ -97,11 +93,6 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
             trains and self._stored_dtype() == torch.float16,
             f"{key}.dtype=float32 {key}.compute_dtype=float16",
         )
-        yield (
-            "lora.merge with target_parameters",
-            bool(model.lora.get("merge", False)) and bool(model.get("target_parameters", None)),
-            _UNMERGED.format(key=key),
-        )
 
     # Building
 
@@ -110,19 +101,6 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
         module: nn.Module = super()._build_module()
         self.homes = {name: self.device_of(place) for name, place in self.layer_map.tensors.items()}
         _move(module, self.homes)
-        return module
-
-    def _build_lora_module(self, module: nn.Module) -> nn.Module:
-        """As verl's; what an adapter of the user's holds is known now, and not merged for the first time in a weight sync."""
-        module = super()._build_lora_module(module)  # type: ignore[misc]
-        if self.model_config.lora.get("merge", False) and (obstacle := merge_obstacle(module)):
-            raise ConfigError(
-                f"sharding.roles.{self.role}.layout=device_map with lora.merge",
-                expected="adapters that can be merged into the weights",
-                found=obstacle,
-                consequence="the run stops before training",
-                remedy=_UNMERGED.format(key=f"sharding.roles.{self.role}"),
-            )
         return module
 
     def _plan_layers(self) -> LayerMap:
@@ -292,13 +270,6 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
         device = get_device_id()
         for name, value in params.items():
             yield name, value.detach().to(device, non_blocking=True)
-
-    def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights with the adapters merged, a layer at a time; the model itself is not changed."""
-        device = get_device_id()
-        for name, value in merged_weights(self.module):
-            # a copy that is there when the layer goes back to what it was
-            yield from convert_weight_keys({name: value.to(device, copy=True)}, self.module).items()
 
 
 def _devices(count: int) -> tuple[torch.device, ...]:
