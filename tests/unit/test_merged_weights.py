@@ -91,7 +91,7 @@ def test_the_engine_sends_copies_that_the_model_does_not_change_any_more(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("role", "merge", "refused"), [("actor", True, True), ("actor", False, False), ("critic", True, False)]
+    ("role", "merge", "refused"), [("actor", True, True), ("actor", False, False), ("ref", True, False)]
 )
 @pytest.mark.parametrize("kind", [DeviceMapEngineMixin, Sharded])
 def test_adapters_that_cannot_be_merged_stop_the_run_before_it_trains_if_they_are_to_be(
