@@ -24,6 +24,7 @@ from verl.utils.model import convert_weight_keys
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from verl_ext_sharding.errors import ConfigError, first_line
+from verl_ext_sharding.training.layers import input_embedding
 
 
 class MergedExportMixin:
@@ -111,6 +112,11 @@ def merge_obstacle(model: Any) -> str | None:
     config = model.active_peft_config
     if not isinstance(model.base_model, BaseTuner):
         return f"adapters of type {config.peft_type}, which are no part of any weight"
+    if _differ_of_one_weight(model.get_base_model()):
+        return (
+            "adapters of the embedding or the output head, which are one weight in this model (tie_word_embeddings), so that "
+            "merging changes both; PEFT's ensure_weight_tying=True with modules_to_save trains both"
+        )
     _, layers = _unwrapped(model)
     kinds: dict[Any, Any] = {}
     for layer in layers:
@@ -123,6 +129,30 @@ def merge_obstacle(model: Any) -> str | None:
         except (RuntimeError, NotImplementedError, ValueError) as error:
             return f"adapters that PEFT does not merge: {first_line(error)}"
     return None
+
+
+def _differ_of_one_weight(base: Any) -> bool:
+    """Whether embedding and head have one weight, and with their adapters do not compute with one."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    ends: list[Any] = [input_embedding(base), head]
+    below = [_below(end).weight for end in ends if hasattr(_below(end), "weight")]
+    if len(below) < 2 or below[0] is not below[1]:
+        return False
+    if all(isinstance(end, TrainableTokensWrapper) for end in ends):
+        return False
+    if all(isinstance(end, ModulesToSaveWrapper) for end in ends):
+        first, second = (end.modules_to_save[end.active_adapters[0]].weight for end in ends)
+        return first is not second
+    return any(isinstance(end, (BaseTunerLayer, ModulesToSaveWrapper, TrainableTokensWrapper)) for end in ends)
+
+
+def _below(module: Any) -> Any:
+    """What PEFT has wrapped."""
+    module = getattr(module, "original_module", module)
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
 def _unwrapped(model: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
