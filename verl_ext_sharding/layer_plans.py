@@ -138,9 +138,6 @@ def _impossible(
         expected = "fp32 or bf16: gradients of float16 weights can't be scaled"
         stored = f"{key}=fp32" if asked.dtype is None else f"{ours}.dtype=float32"
         yield key, expected, _is_float16, f"{stored} {ours}.compute_dtype=float16"
-    if OmegaConf.select(config, f"{model}.target_parameters", default=None):
-        key = f"{model}.lora.merge"
-        yield key, f"False beside {model}.target_parameters", bool, f"{key}=False, or {ours}.layout=fsdp"
 
 
 def _is_float16(dtype: Any) -> bool:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext_sharding.config import cpu
 from verl_ext_sharding.config.dtypes import Capability, compute_dtype
 from verl_ext_sharding.config.facts import FSDP
-from verl_ext_sharding.config.measures import ENGINE_BLOCK, MODEL_BLOCK, RoleMeasures
+from verl_ext_sharding.config.measures import ENGINE_BLOCK, MODEL_BLOCK, ULYSSES_KEY, RoleMeasures
 from verl_ext_sharding.errors import ConfigError, ShardingError, first_line
 from verl_ext_sharding.model_configs import hf_config_of, meta_model_of
 from verl_ext_sharding.patch_points.critic_attention import STOCK_ATTENTION
@@ -123,6 +123,8 @@ def _resolve(
         dtype=getattr(torch, use.dtype),
         ulysses_size=use.ulysses_size,
         role=use.role,
+        ulysses_key=ULYSSES_KEY[use.role],
+        padding_key=f"{MODEL_BLOCK[use.role]}.use_remove_padding",
     )
 
 
@@ -136,7 +138,8 @@ def _check_slices(config: DictConfig, use: AttentionUse) -> None:
         return
     hf_config = hf_config_of(config, use.role)
     if hf_config is not None:
-        check_whole_rows(use.requested, hf_config, ulysses_size=use.ulysses_size, role=use.role)
+        key = ULYSSES_KEY[use.role]
+        check_whole_rows(use.requested, hf_config, ulysses_size=use.ulysses_size, role=use.role, ulysses_key=key)
 
 
 def _check_fused(config: DictConfig, role: str) -> None:

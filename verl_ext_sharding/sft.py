@@ -23,7 +23,7 @@ from verl_ext_sharding.config.changes import KeyChange, added_keys, apply_change
 from verl_ext_sharding.config.guards import Guards
 from verl_ext_sharding.config.override_hints import known_keys
 from verl_ext_sharding.config.recipe_keys import check_spelling, check_words
-from verl_ext_sharding.config.saved_contents import check_hf_model
+from verl_ext_sharding.config.saved_contents import SFT_CHECKPOINT_BLOCK, check_hf_model, check_lora_only
 from verl_ext_sharding.config.schema import CommunicationConfig, ShardingConfig
 from verl_ext_sharding.config.spec import RunSpec
 from verl_ext_sharding.config.translate import request_of, values_of
@@ -106,7 +106,8 @@ def _apply_request(
     if cpu.is_cpu(config):
         applied += apply_changes(config, sft.cpu_changes(config, explicit), explicit)
     applied += apply_changes(config, sft.translate(request, values_of(config), ranks.world_size), explicit)
-    check_hf_model(config, sft.engine_name(config), checkpoint="checkpoint", model="model")
+    for check in (check_hf_model, check_lora_only):
+        check(config, sft.engine_name(config), checkpoint=SFT_CHECKPOINT_BLOCK, model="model")
     return request, applied
 
 

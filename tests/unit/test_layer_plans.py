@@ -266,10 +266,6 @@ def test_a_model_that_the_driver_can_not_read_is_left_to_the_worker_with_a_warni
         (["actor_rollout_ref.actor.fsdp_config.qat.enable=True"], "actor_rollout_ref.actor.fsdp_config.qat.enable"),
         (["actor_rollout_ref.actor.fsdp_config.model_dtype=fp16"], "actor_rollout_ref.actor.fsdp_config.model_dtype"),
         (["sharding.roles.actor.dtype=float16"], "actor_rollout_ref.actor.fsdp_config.model_dtype"),
-        (
-            ["actor_rollout_ref.model.lora.merge=True", "+actor_rollout_ref.model.target_parameters=[a]"],
-            "actor_rollout_ref.model.lora.merge",
-        ),
     ],
     ids=str,
 )

@@ -11,43 +11,17 @@ pytest.importorskip("verl")
 
 import torch
 import torch.distributed as dist
+from merged_on_ranks import ADAPTERS, Q_PROJ, Sharded, adapted, check_merged
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from verl_ext_sharding.engines import device_map
+from tests import ranks
+from verl_ext_sharding.engines import merged_weights as module_of_merged
 from verl_ext_sharding.engines.device_map import DeviceMapEngineMixin
-from verl_ext_sharding.engines.merged_weights import MergedExportMixin, merge_obstacle, merged_weights
+from verl_ext_sharding.engines.merged_weights import merge_obstacle, merged_weights
 from verl_ext_sharding.errors import ConfigError
-
-Q_PROJ = {"target_modules": ["q_proj"]}
-ADAPTERS = {
-    "LoRA": Q_PROJ,
-    "rsLoRA": {**Q_PROJ, "use_rslora": True},
-    "DoRA": {**Q_PROJ, "use_dora": True},
-    "LoRA with a bias": {**Q_PROJ, "lora_bias": True},
-    "trained biases": {**Q_PROJ, "bias": "lora_only"},
-    "a head trained whole": {**Q_PROJ, "modules_to_save": ["lm_head"]},
-    "an embedding": {"target_modules": ["embed_tokens"]},
-    "DoRA of an embedding": {"target_modules": ["embed_tokens"], "use_dora": True},
-    "embedding and head": {"target_modules": ["embed_tokens", "lm_head"]},
-    "trained tokens": {**Q_PROJ, "trainable_token_indices": [3, 4]},
-}
-
-
-def adapted(tied=False, **options):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    base = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=tied))
-    model = get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -57,7 +31,7 @@ def test_the_weights_are_those_that_peft_leaves_and_the_model_is_as_before(optio
     model = adapted(tied, **options)
     before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     addresses = {name: tensor.data_ptr() for name, (tensor, _) in before.items()}
-    assert merge_obstacle(model) is None
+    assert tied or merge_obstacle(model) is None
     found: dict[str, torch.Tensor] = {}
     for name, tensor in merged_weights(model):
         assert name not in found
@@ -90,25 +64,55 @@ def test_a_model_that_is_left_half_way_is_as_before():
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_that_no_weight_can_hold_are_named():
     assert "no bias" in merge_obstacle(adapted(target_modules=["o_proj"], lora_bias=True))
-    assert "parameters inside a module" in merge_obstacle(adapted(target_parameters=["mlp.down_proj.weight"]))
     prompts = get_peft_model(
         adapted(**Q_PROJ).merge_and_unload(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     )
     assert "PROMPT_TUNING" in merge_obstacle(prompts)
 
 
+TIED = {"ensure_weight_tying": True}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [
+        Q_PROJ,
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["embed_tokens", "lm_head"], **TIED},
+        {**Q_PROJ, "modules_to_save": ["embed_tokens"]},
+        {**Q_PROJ, "modules_to_save": ["lm_head"]},
+        {**Q_PROJ, "modules_to_save": ["embed_tokens", "lm_head"]},
+        {**Q_PROJ, "modules_to_save": ["embed_tokens"], **TIED},
+        {**Q_PROJ, "trainable_token_indices": [3, 4]},
+        {**Q_PROJ, "trainable_token_indices": {"lm_head": [3]}},
+    ],
+    ids=str,
+)
+def test_tied_weights_are_merged_where_embedding_and_head_compute_with_one_and_refused_elsewhere(options):
+    model, ids = adapted(tied=True, **options).eval(), torch.arange(20)[None]
+    rollout = adapted(tied=True, **Q_PROJ).unload().eval()
+    expected = model(input_ids=ids).logits
+    sent = {name: tensor.clone() for name, tensor in merged_weights(model) if name != "lm_head.weight"}
+    rollout.load_state_dict(sent, strict=False)
+    agrees = torch.allclose(rollout(input_ids=ids).logits, expected, atol=1e-5)
+    assert (merge_obstacle(model) is None) == agrees
+    assert agrees or "ensure_weight_tying" in merge_obstacle(model)
+
+
 # In the engine
 
 
-def engine(model, merge=True):
-    made = object.__new__(type("Engine", (DeviceMapEngineMixin, FSDPEngine), {}))
+def engine(model, merge=True, kind=DeviceMapEngineMixin):
+    made = object.__new__(type("Engine", (kind,) if issubclass(kind, FSDPEngine) else (kind, FSDPEngine), {}))
     made.role, made.module = "actor", model
     made.model_config = SimpleNamespace(lora={"merge": merge}, hf_config=SimpleNamespace(model_type="qwen3_moe"))
     return made
 
 
 def test_the_engine_sends_copies_that_the_model_does_not_change_any_more(monkeypatch):
-    monkeypatch.setattr(device_map, "get_device_id", lambda: torch.device("cpu"))
+    monkeypatch.setattr(module_of_merged, "get_device_id", lambda: torch.device("cpu"))
     model = adapted(**ADAPTERS["LoRA"])  # which PEFT merges in place
     expected = copy.deepcopy(model).merge_and_unload().state_dict()
     sent = dict(engine(model)._merged())  # all at once, as a bucket holds several
@@ -117,18 +121,24 @@ def test_the_engine_sends_copies_that_the_model_does_not_change_any_more(monkeyp
         torch.testing.assert_close(sent[name], tensor, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("merge", [True, False])
-def test_adapters_that_cannot_be_merged_stop_the_run_before_it_trains_if_they_are_to_be(merge, monkeypatch):
+@pytest.mark.parametrize(
+    ("role", "merge", "refused"), [("actor", True, True), ("actor", False, False), ("ref", True, False)]
+)
+@pytest.mark.parametrize("kind", [DeviceMapEngineMixin, Sharded])
+def test_adapters_that_cannot_be_merged_stop_the_run_before_it_trains_if_they_are_to_be(
+    kind, role, merge, refused, monkeypatch
+):
     model = adapted(target_modules=["o_proj"], lora_bias=True)
     monkeypatch.setattr(FSDPEngine, "_build_lora_module", lambda self, module: module)
-    if not merge:
-        assert engine(model, merge)._build_lora_module(model) is model
+    made = engine(model, merge, kind)
+    made.role = role
+    if not refused:
+        assert made._build_lora_module(model) is model
         return
     with pytest.raises(ConfigError) as caught:
-        engine(model)._build_lora_module(model)
+        made._build_lora_module(model)
     assert "no bias" in caught.value.found
     assert "lora.merge=False" in caught.value.remedy
-    assert "sharding.roles.actor.layout=fsdp" in caught.value.remedy
 
 
 # Fused experts, and sharded models
@@ -158,10 +168,6 @@ class Sighted(nn.Module):
         self.layers = nn.ModuleList([Layer(), Layer()])
 
 
-class Sharded(MergedExportMixin, FSDPEngine):
-    pass
-
-
 def sighted():
     torch.manual_seed(0)
     return get_peft_model(Sighted(), LoraConfig(r=2, target_modules=["q_proj", "merger"], init_lora_weights=False))
@@ -179,10 +185,7 @@ def alone(tmp_path_factory):
 @pytest.fixture
 def sharded(alone, monkeypatch):
     """An engine with the model sharded on the host, which sends from there."""
-    from verl.workers.engine.fsdp import transformer_impl
-
-    monkeypatch.setattr(transformer_impl, "get_device_id", lambda: torch.device("cpu"))
-    monkeypatch.setattr(transformer_impl, "log_gpu_memory_usage", lambda *_, **__: None)
+    monkeypatch.setattr(module_of_merged, "get_device_id", lambda: torch.device("cpu"))
     made = object.__new__(Sharded)
     made.model_config = engine(None).model_config
     made.module, made._is_offload_param = sighted(), False
@@ -213,7 +216,7 @@ def test_merged_experts_and_layers_of_the_root_come_as_a_loader_takes_them(layou
     if layout == "fsdp2":
         sent = sharded._merged_lora_per_tensor_param()
     else:
-        monkeypatch.setattr(device_map, "get_device_id", lambda: torch.device("cpu"))
+        monkeypatch.setattr(module_of_merged, "get_device_id", lambda: torch.device("cpu"))
         sent, _ = engine(sighted()).get_per_tensor_param()
     found = dict(sent)
     assert found.keys() == expected.keys()
@@ -232,3 +235,8 @@ def test_a_sharded_model_is_bit_for_bit_as_before_however_much_of_it_was_sent(co
     for name, tensor in sharded.module.state_dict().items():
         assert torch.equal(tensor.full_tensor(), before[name]), name
     assert not any(getattr(module, "merged", False) for module in sharded.module.modules())
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp1", "fsdp1_orig_params", "fsdp2"])
+def test_what_ranks_send_of_a_sharded_model_is_what_peft_leaves(wrapping):
+    ranks.run(check_merged, wrapping)

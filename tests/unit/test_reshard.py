@@ -472,6 +472,7 @@ def manager(monkeypatch):
         one.rank, one.world_size, one.model = rank, ranks, torch.nn.Linear(2, 1, bias=False)
         one.optimizer = torch.optim.AdamW(one.model.parameters())
         one.checkpoint_load_contents = one.checkpoint_save_contents = ["model", "optimizer", "extra"]
+        one.checkpoint_config = None
         return one
 
     return made

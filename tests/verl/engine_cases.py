@@ -234,6 +234,14 @@ def _lora() -> list[Case]:
         Case(name="lora", measures=RoleMeasures(attention="sdpa", logits="chunked"), model=LORA, size=LARGE),
         Case(name="lora_full_offload", measures=full, model=LORA, like="lora", size=LARGE),
         Case(name="lora_all", measures=fused, model=LORA, like="lora", size=LARGE),
+        Case(name="critic_lora", role="critic", measures=RoleMeasures(attention="sdpa"), model=LORA),
+        Case(
+            name="critic_lora_all",
+            role="critic",
+            measures=RoleMeasures(attention="sdpa", checkpointing=POLICIES["full"], optimizer_per_step=True),
+            model=LORA,
+            like="critic_lora",
+        ),
     ]
 
 
@@ -269,6 +277,13 @@ def _spread() -> list[Case]:
             model=PADDED,
             like="critic",
             size=LARGE,
+        ),
+        Case(
+            name="spread_critic_lora",
+            role="critic",
+            measures=RoleMeasures(layers=layers, checkpointing=POLICIES["full"]),
+            model=PADDED | LORA,
+            like="critic_lora",
         ),
         Case(
             name="spread_ref",

@@ -28,6 +28,7 @@ EXACT = [
     "delta_offload",
     "delta_verls_keys",
     "lora_full_offload",
+    "critic_lora_all",
     "critic_all",
     "ref_verls_keys",
     "spread",

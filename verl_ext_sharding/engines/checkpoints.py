@@ -25,7 +25,9 @@ from verl.utils.device import get_device_id
 from verl.utils.fs import copy_to_local, exists, is_non_local
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx, offload_fsdp_model_to_cpu
 
+from verl_ext_sharding.config import spec
 from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.config.saved_contents import CHECKPOINT_BLOCK, SFT_CHECKPOINT_BLOCK, more_than_adapters
 from verl_ext_sharding.engines import reshard
 from verl_ext_sharding.engines.optimizer_states import Where, load_optimizer
 from verl_ext_sharding.errors import ClusterError, ConfigError, first_line
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 class HostCheckpointMixin:
     """Added in front of one of verl's FSDP engines: resumes by way of the host."""
 
+    role: str
     model_config: Any
     checkpoint_config: Any
     checkpoint_manager: Any
@@ -61,7 +64,13 @@ class HostCheckpointMixin:
             trust_remote_code=self.model_config.trust_remote_code,
             step_device=self._step_device(),
             state_device=self._state_device(),
+            block=self._checkpoint_block(),
         )
+
+    def _checkpoint_block(self) -> str:
+        run = spec.current()
+        of_ppo = run is None or run.on_ray
+        return CHECKPOINT_BLOCK.get(self.role, CHECKPOINT_BLOCK["actor"]) if of_ppo else SFT_CHECKPOINT_BLOCK
 
     def _step_device(self) -> Where:
         """Where the optimizer steps."""
@@ -91,19 +100,26 @@ class HostCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc, unused
     Args:
         step_device: Where the optimizer steps, see `load_optimizer`.
         state_device: Where its states are between phases.
+        block: Block of verl's config that says what is saved.
     """
 
-    def __init__(self, *args: Any, step_device: Where, state_device: Where, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, step_device: Where, state_device: Where, block: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.step_device = step_device
         self.state_device = state_device
+        self.block = block
 
     def save_checkpoint(self, local_path: str | None, *args: Any, **kwargs: Any) -> None:
         """As verl's.
 
         Raises:
             ClusterError: A file could not be written.
+            ConfigError: More is trained than what `save_lora_only` saves.
         """
+        if self.should_save_model and self.should_save_lora_only and (trained := self._trained_beside_adapters()):
+            raise more_than_adapters(
+                self.block, f"{len(trained)} more, such as {trained[0]}", consequence="the run stops"
+            )
         try:
             super().save_checkpoint(local_path, *args, **kwargs)
         except Exception as error:
@@ -151,9 +167,18 @@ class HostCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc, unused
     def _load_model(self, saved: dict[str, Any], folder: str) -> None:
         with get_fsdp_state_ctx(self.model, *_sharded_on_host()):
             adapters_only = self.is_lora_only_state_dict(saved)
+            if adapters_only and (trained := self._trained_beside_adapters()):
+                raise _adapters_alone(folder, trained, self.block)
             result = self.model.load_state_dict(saved, strict=not adapters_only)
         if adapters_only and result is not None and result.unexpected_keys:
             raise _other_adapters(folder, result.unexpected_keys)
+
+    def _trained_beside_adapters(self) -> list[str]:
+        """What is trained and not taken for a part of adapters by verl, which goes by names."""
+        if not self._has_lora():
+            return []
+        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return [name for name in trained if "lora_" not in name and ".adapter_" not in name]
 
     def _load_extra(self, saved: Mapping[str, Any]) -> None:
         if "rng" in saved:
@@ -337,4 +362,14 @@ def _other_adapters(folder: str, unexpected: list[str]) -> ConfigError:
         found=f"{len(unexpected)} others, such as {unexpected[0]}",
         consequence="the run stops",
         remedy="set lora_rank, target_modules and exclude_modules as in the run that saved",
+    )
+
+
+def _adapters_alone(folder: str, trained: list[str], block: str) -> ConfigError:
+    return ConfigError(
+        f"checkpoint {folder}",
+        expected="all that is trained",
+        found=f"adapters alone, without {trained[0]}" + (f" and {len(trained) - 1} more" if trained[1:] else ""),
+        consequence="the run stops, since these would start again from where the first run started",
+        remedy=f"trainer.resume_mode=disable ++{block}.save_lora_only=False",
     )

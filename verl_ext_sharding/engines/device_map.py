@@ -20,12 +20,11 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from verl_ext_sharding.config.measures import MODEL_BLOCK, LayerSpread
+from verl_ext_sharding.config.measures import LayerSpread
 from verl_ext_sharding.engines.measured import MeasuredEngineMixin
-from verl_ext_sharding.engines.merged_weights import merge_obstacle, merged_weights
 from verl_ext_sharding.engines.meta_models import meta_model
 from verl_ext_sharding.engines.optimizer_states import Where, move_states
-from verl_ext_sharding.errors import ConfigError, PlacementError, first_line
+from verl_ext_sharding.errors import PlacementError, first_line
 from verl_ext_sharding.placement.device_map import HOST, LayerMap, LayerRow, Place, rows
 from verl_ext_sharding.training import alignment, compute_dtype, gradient_norm
 from verl_ext_sharding.training.layer_map import DeviceNeeds, plan_layers
@@ -71,19 +70,6 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
         module: nn.Module = super()._build_module()
         self.homes = {name: self.device_of(place) for name, place in self.layer_map.tensors.items()}
         _move(module, self.homes)
-        return module
-
-    def _build_lora_module(self, module: nn.Module) -> nn.Module:
-        """As verl's; what an adapter of the user's holds is known now, and not merged for the first time in a weight sync."""
-        module = super()._build_lora_module(module)  # type: ignore[misc]
-        if self.model_config.lora.get("merge", False) and (obstacle := merge_obstacle(module)):
-            raise ConfigError(
-                f"sharding.roles.{self.role}.layout=device_map with lora.merge",
-                expected="adapters that can be merged into the weights",
-                found=obstacle,
-                consequence="the run stops before training",
-                remedy=f"{MODEL_BLOCK[self.role]}.lora.merge=False, or sharding.roles.{self.role}.layout=fsdp",
-            )
         return module
 
     def _plan_layers(self) -> LayerMap:
@@ -253,13 +239,6 @@ class DeviceMapEngineMixin(MeasuredEngineMixin):
         device = get_device_id()
         for name, value in params.items():
             yield name, value.detach().to(device, non_blocking=True)
-
-    def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights with the adapters merged, a layer at a time; the model itself is not changed."""
-        device = get_device_id()
-        for name, value in merged_weights(self.module):
-            # a copy that is there when the layer goes back to what it was
-            yield from convert_weight_keys({name: value.to(device, copy=True)}, self.module).items()
 
 
 def _devices(count: int) -> tuple[torch.device, ...]:

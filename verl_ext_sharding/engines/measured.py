@@ -1,9 +1,9 @@
 """verl's FSDP engines with the memory measures of the run's spec: attention, log-probs, checkpointing, offload.
 
 Registered beside verl's own for the same device with a vendor, which `EngineRegistry` looks up first; verl's entries stay
-as they are. A role without measures runs verl's engine, method for method, but for how it loads, resumes and sends merged adapters, and
-with one more exception: where verl's own `enable_activation_offload` is on, ours runs in its place (see
-`_offloads_activations`).
+as they are. A role without measures runs verl's engine, method for method, but for how it loads, resumes, sends merged
+adapters and gives them to a critic, and with one more exception: where verl's own `enable_activation_offload` is on, ours
+runs in its place (see `_offloads_activations`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext_sharding.config import spec
-from verl_ext_sharding.config.measures import RoleMeasures
+from verl_ext_sharding.config.measures import MODEL_BLOCK, ULYSSES_KEY, RoleMeasures
 from verl_ext_sharding.engines.checkpoints import HostCheckpointMixin
 from verl_ext_sharding.engines.merged_weights import MergedExportMixin
 from verl_ext_sharding.engines.meta_init import MetaInitMixin
+from verl_ext_sharding.engines.value_adapters import ValueAdaptersMixin
 from verl_ext_sharding.errors import ConfigError, ShardingError
 from verl_ext_sharding.patch_points.critic_attention import STOCK_ATTENTION
 from verl_ext_sharding.patch_points.logprobs import ENTROPY, LogitsPath, logits_path
@@ -37,7 +38,7 @@ from verl_ext_sharding.training.policy_config import parse_policy
 logger = logging.getLogger(__name__)
 
 
-class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin):
+class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin, ValueAdaptersMixin):
     """Added in front of one of verl's FSDP engines.
 
     The order is the one that `training.checkpointing` asks for: attention before the model is built, log-probs before
@@ -90,6 +91,7 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
             self.model_config.hf_config,
             ulysses_size=int(self.engine_config.ulysses_sequence_parallel_size),
             role=self.role,
+            ulysses_key=ULYSSES_KEY[self.role],
         )
         if self.measures.logits is not None:
             self._set_fused(False)  # verl's own patch of the model looks at it while the model is built
@@ -168,6 +170,8 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin)
                 ulysses_size=int(self.engine_config.ulysses_sequence_parallel_size),
                 role=self.role,
                 because="as asked for" if requested is not None else "verl's own choice",
+                ulysses_key=ULYSSES_KEY[self.role],
+                padding_key=f"{MODEL_BLOCK[self.role]}.use_remove_padding",
             )
         except ConfigError:
             if requested is not None:

@@ -13,6 +13,14 @@ from torch import nn
 from verl_ext_sharding.errors import ShardingError
 
 _WRAPPERS = re.compile(r"\b(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|base_model\.model)\.")
+_ADAPTERS = re.compile(r"\b(lora_\w+|modules_to_save|original_module|token_adapter|base_layer)\b")
+"""Names of PEFT's; here only after they should have been merged, since adapters by themselves are refused before."""
+
+_ONE_MODEL = "give actor and rollout one model: actor_rollout_ref.model.path"
+_MERGED_BEFORE = (
+    "actor_rollout_ref.model.path=<a checkpoint that the adapters are merged into> without lora_adapter_path, or "
+    "adapters of linear layers alone"
+)
 _SHOWN = 5
 
 
@@ -105,8 +113,7 @@ class WeightLoader:
             expected=f"the {len(self._ways)} parameters of the rollout's model, each once",
             found="; ".join(found),
             consequence="the server keeps no usable weights and refuses requests until a complete update",
-            remedy="give actor and rollout one model: actor_rollout_ref.model.path; with LoRA, "
-            "actor_rollout_ref.model.lora.merge=True",
+            remedy=_MERGED_BEFORE if any(map(_ADAPTERS.search, self._unexpected)) else _ONE_MODEL,
         )
 
     def _load_piece(self, piece: Piece, bucket: torch.Tensor) -> None:

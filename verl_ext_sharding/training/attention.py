@@ -17,7 +17,6 @@ import torch
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from verl_ext_sharding.config.measures import MODEL_BLOCK, ULYSSES_KEY
 from verl_ext_sharding.errors import ConfigError, unknown_choice
 from verl_ext_sharding.training import packed_flash, packed_sdpa, packing, sequence_parallel, varlen
 from verl_ext_sharding.training.attention_support import (
@@ -49,6 +48,9 @@ REQUESTS = ("auto", *IMPLEMENTATIONS)
 EXCHANGING = (varlen.NAME, packed_sdpa.NAME, packed_flash.NAME)
 """Implementations, as transformers knows them, whose masks say with which ranks to exchange heads (`sequence_parallel`)."""
 
+ULYSSES, PADDING = "ulysses_sequence_parallel_size", "use_remove_padding"
+"""The last names of verl's keys, which stand in a block of each role's."""
+
 _AMPERE = (8, 0)
 
 
@@ -77,6 +79,8 @@ def resolve_attention(
     ulysses_size: int = 1,
     role: str = "actor",
     because: str = "as asked for",
+    ulysses_key: str = ULYSSES,
+    padding_key: str = PADDING,
 ) -> AttentionChoice:
     """Decides which attention a role runs, from facts alone.
 
@@ -91,6 +95,8 @@ def resolve_attention(
         ulysses_size: Ulysses sequence parallel size; above 1 verl exchanges heads around flash-attn, and all but "eager" do here.
         role: Role in messages.
         because: Why one that was named is taken, in words.
+        ulysses_key: verl's key of `ulysses_size`, for what to type.
+        padding_key: verl's key of `use_remove_padding`, for what to type.
 
     Raises:
         ConfigError: The name is unknown, or what was asked for can't run; the message names what can.
@@ -119,7 +125,9 @@ def resolve_attention(
         expected="an attention that this model, card and torch can run",
         found="; ".join(f"{name}: {why}" for name, why in obstacles.items() if why and requested in ("auto", name)),
         consequence="the run stops before the models load",
-        remedy=f"{key}={possible[0]}, or {key}=auto" if possible else _remedy(role, requested, facts),
+        remedy=f"{key}={possible[0]}, or {key}=auto"
+        if possible
+        else _remedy(role, requested, facts, ulysses_key, padding_key),
     )
 
 
@@ -147,10 +155,9 @@ def _takes_boundaries(model_supports: ModelSupport, packed: bool) -> bool:
     return reach and not (packed and "sdpa" in model_supports.why_not_packed)
 
 
-def _remedy(role: str, requested: str, facts: Mapping[str, Any]) -> str:
+def _remedy(role: str, requested: str, facts: Mapping[str, Any], ulysses_key: str, padding_key: str) -> str:
     """What makes one possible where none is: the change of one fact, or else of two."""
-    whole_rows = f"{ULYSSES_KEY.get(role, 'ulysses_sequence_parallel_size')}=1"
-    padded = f"{MODEL_BLOCK.get(role, 'model')}.use_remove_padding=False"
+    whole_rows, padded = f"{ulysses_key}=1", f"{padding_key}=False"
     ways: list[tuple[str, dict[str, Any]]] = [
         ("install flash-attn", {"flash_attn_importable": True}),
         (whole_rows, {"ulysses_size": 1}),
@@ -233,7 +240,9 @@ def is_transformers_flash(name: str) -> bool:
     return "flash" in name
 
 
-def check_whole_rows(name: str, hf_config: PretrainedConfig, *, ulysses_size: int, role: str) -> None:
+def check_whole_rows(
+    name: str, hf_config: PretrainedConfig, *, ulysses_size: int, role: str, ulysses_key: str = ULYSSES
+) -> None:
     """Refuses an attention, by verl's own key, that with Ulysses would see one rank's slice of a row; verl says nothing.
 
     Args:
@@ -241,6 +250,7 @@ def check_whole_rows(name: str, hf_config: PretrainedConfig, *, ulysses_size: in
         hf_config: The model's config.
         ulysses_size: Ulysses sequence parallel size.
         role: Role in messages.
+        ulysses_key: verl's key of `ulysses_size`, for what to type.
 
     Raises:
         ConfigError: Nothing would be exchanged.
@@ -252,7 +262,7 @@ def check_whole_rows(name: str, hf_config: PretrainedConfig, *, ulysses_size: in
         expected=f"one that sees whole rows, of which ulysses_sequence_parallel_size={ulysses_size} gives each rank a slice",
         found=f"attn_implementation={name} by verl's key, for which verl exchanges nothing between ranks",
         consequence="the run stops before it trains on slices, which nothing would say",
-        remedy=f"sharding.roles.{role}.attn_implementation=auto, or {ULYSSES_KEY.get(role, 'ulysses_sequence_parallel_size')}=1",
+        remedy=f"sharding.roles.{role}.attn_implementation=auto, or {ulysses_key}=1",
     )
 
 

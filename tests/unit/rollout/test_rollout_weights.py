@@ -174,10 +174,22 @@ def test_half_a_tensor_is_missing_too():
     assert "lm_head.weight" in sent
 
 
-def test_an_unexpected_tensor_is_named():
-    weights = [*llama().state_dict().items(), ("model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(2))]
-    with pytest.raises(WeightSyncError, match=r"not in the model model\.layers\.0\.self_attn\.q_proj\.lora_A"):
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", "merged into"),
+        ("lm_head.modules_to_save.default.weight", "merged into"),
+        ("model.embed_tokens.token_adapter.trainable_tokens_delta.default", "merged into"),
+        ("model.layers.0.mlp.gate.weight", "one model"),
+    ],
+)
+def test_an_unexpected_tensor_is_named_and_merging_is_not_offered_where_it_was_done(name, remedy):
+    weights = [*llama().state_dict().items(), (name, torch.ones(2))]
+    with pytest.raises(WeightSyncError) as caught:
         _send(weights, LocalEndpoint(llama()))
+    assert f"not in the model {name}" in caught.value.found
+    assert remedy in caught.value.remedy
+    assert "lora.merge" not in caught.value.remedy
 
 
 def test_a_tensor_of_another_shape_is_named():

@@ -143,14 +143,14 @@ def test_auto_without_anything_that_keeps_samples_apart_is_an_error_that_ends_in
     support = ModelSupport(why_not_packed=dict.fromkeys(attention.REQUESTS, "they mix"))
     with pytest.raises(ConfigError) as caught:
         resolve("auto", model_supports=support, role="critic")
-    assert caught.value.remedy == "critic.model.use_remove_padding=False"
+    assert caught.value.remedy == "use_remove_padding=False"
 
 
 def test_flash_attn_is_no_remedy_for_a_model_that_cannot_run_it():
     support = ModelSupport(why_not=dict.fromkeys(("flash_attention_2", "varlen", "sdpa"), "the hub's in its place"))
     with pytest.raises(ConfigError) as caught:
         resolve("auto", model_supports=support, ulysses_size=2, flash_attn_importable=False)
-    assert caught.value.remedy == "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1"
+    assert caught.value.remedy == "ulysses_sequence_parallel_size=1"
 
 
 PACKED_NEVER = ModelSupport(
@@ -195,8 +195,12 @@ ONLY_FLASH_PACKS = ModelSupport(
     ],
 )
 def test_what_is_offered_where_nothing_can_run_is_enough(requested, facts, remedy):
+    keys = {
+        "ulysses_key": "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        "padding_key": "actor_rollout_ref.model.use_remove_padding",
+    }
     with pytest.raises(ConfigError) as caught:
-        resolve(requested, **facts)
+        resolve(requested, **facts, **keys)
     assert caught.value.remedy == remedy
 
 
