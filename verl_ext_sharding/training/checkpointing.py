@@ -177,8 +177,9 @@ class Selective(Policy):
     """Keeps the outputs of some operators in each layer and recomputes the others.
 
     Args:
-        keep: `attention`, `matmul`, or `narrow_matmul` (matrix products no wider than their input: in a gated MLP all
-            but the two that fill the memory). Default: attention and all matrix products.
+        keep: `attention`, `matmul` (matrix products; not an adapter's second factor, which costs nothing to run again),
+            or `narrow_matmul` (those no wider than their input: in a gated MLP all but the two that fill the memory).
+            Default: attention and matrix products.
     """
 
     name: ClassVar[str] = "selective"
