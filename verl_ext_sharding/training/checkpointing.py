@@ -24,9 +24,10 @@ from verl_ext_sharding.training.compile_layers import (
     compile_obstacle,
     liger_obstacle,
 )
+from verl_ext_sharding.training.layer_budget import BudgetedRecompute
 from verl_ext_sharding.training.layers import Forward, Slot, compute_device_type, decoder_layers, install, installed
 from verl_ext_sharding.training.layers import uninstall as uninstall_stage
-from verl_ext_sharding.training.recompute import BudgetedRecompute, Checkpointed, Recompute, Variant
+from verl_ext_sharding.training.recompute import Checkpointed, Recompute, Variant
 
 logger = logging.getLogger(__name__)
 
