@@ -179,6 +179,19 @@ def test_a_budget_holds_where_the_tower_stands_behind_the_decoder_and_runs_first
         assert_equal(gradients, expected)
 
 
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_a_budget_holds_where_layers_of_two_classes_take_turns(share):
+    model = nn.Sequential(*(TextBlock() if index % 4 else VisionBlock() for index in range(16)))
+    inputs = torch.randn(200, WIDTH)
+    most, expected = run(model, inputs)
+    for budget in (Budget(share=share, compile=False), Budget(kept_bytes=int(share * most), compile=False)):
+        budget.apply(model, layers=list(model))
+        run(model, inputs)
+        kept, gradients = run(model, inputs)
+        assert 0.7 * share * most < kept <= share * most + inputs.nbytes
+        assert_equal(gradients, expected)
+
+
 def test_passes_that_are_held_together_count_together():
     model, inputs = TowerBehind(), images_and_hidden((200,), 200)
     most, _ = run(model, *inputs)
