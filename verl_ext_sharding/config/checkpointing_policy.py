@@ -19,7 +19,8 @@ POLICY_KEYS: Mapping[str, tuple[str, ...]] = {
 """The policies, and the keys that each takes beside `policy` and `use_reentrant`."""
 
 KEEPABLE = ("attention", "matmul", "narrow_matmul")
-"""What `selective` can keep: attention outputs; outputs of matrix products; of those no wider than their input."""
+"""What `selective` can keep: attention outputs; outputs of matrix products (not of adapters' wide ones, nearly free to run again);
+of those no wider than their input."""
 
 _AMOUNT = re.compile(r"\s*(?P<number>\d*\.?\d+)\s*((?P<prefix>([kmgt]i?)?)(?P<unit>b))?\s*", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

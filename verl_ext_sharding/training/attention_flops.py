@@ -51,11 +51,16 @@ def packed_attention_flops(arguments: Sequence[str], *values: Any, out_val: Any 
         *values: Their values: query, key and value `(tokens, heads, head_dim)` first.
         out_val: What it returns.
         **more: Arguments passed by name.
+
+    Raises:
+        TypeError: No argument is the longest sequence's length, by the names that are known.
     """
     named = dict(zip(arguments, values, strict=False)) | more
     tokens, heads, head_dim = values[0].shape
     value_dim = values[2].shape[-1]
-    keys = next(named[name] for name in _LONGEST if name in named)
+    keys = next((named[name] for name in _LONGEST if name in named), None)
+    if keys is None:
+        raise TypeError(f"no argument is the longest length ({' or '.join(_LONGEST)}) among {', '.join(named)}")
     left = next((named[name] for name in _LEFT if named.get(name) is not None), -1)
     left = left[0] if isinstance(left, (list, tuple)) else left
     keys = keys if left < 0 else min(keys, left + 1)

@@ -24,9 +24,10 @@ from verl_ext_sharding.training.compile_layers import (
     compile_obstacle,
     liger_obstacle,
 )
+from verl_ext_sharding.training.layer_budget import BudgetedRecompute
 from verl_ext_sharding.training.layers import Forward, Slot, compute_device_type, decoder_layers, install, installed
 from verl_ext_sharding.training.layers import uninstall as uninstall_stage
-from verl_ext_sharding.training.recompute import BudgetedRecompute, Checkpointed, Recompute, Variant
+from verl_ext_sharding.training.recompute import Checkpointed, Recompute, Variant
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +178,9 @@ class Selective(Policy):
     """Keeps the outputs of some operators in each layer and recomputes the others.
 
     Args:
-        keep: `attention`, `matmul`, or `narrow_matmul` (matrix products no wider than their input: in a gated MLP all
-            but the two that fill the memory). Default: attention and all matrix products.
+        keep: `attention`, `matmul` (matrix products; not an adapter's second factor, which costs nothing to run again),
+            or `narrow_matmul` (those no wider than their input: in a gated MLP all but the two that fill the memory).
+            Default: attention and matrix products.
     """
 
     name: ClassVar[str] = "selective"

@@ -1,4 +1,4 @@
-"""Runs a layer so that it keeps less for the backward pass: which outputs are kept, and how many layers keep more.
+"""Runs a layer so that it keeps less for the backward pass: which outputs are kept, and what that leaves in bytes.
 
 A *variant* is one way to run one layer call. `Recompute` is what one application of a policy shares between the layers
 of a model; it says which variant each call takes.
@@ -6,9 +6,7 @@ of a model; it says which variant each call takes.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
@@ -22,10 +20,13 @@ from verl_ext_sharding.training import kept_outputs
 from verl_ext_sharding.training.layers import Forward, hidden_states, module_tensors
 from verl_ext_sharding.training.saved_bytes import LiveStorages, SavedTensors
 
-logger = logging.getLogger(__name__)
-
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 _MATMUL = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_scaled_mm": (0, 1), "_grouped_mm": (0, 1)}
+"""Where a matrix product has its two factors."""
+
+_CHEAP_CONTRACTION = 256
+"""Up to so many terms a matrix product takes no longer than an elementwise operator with the same output: at two operations for
+each term and 2 bytes (bf16) for each output it is bound by memory (an H200: 990 TFLOPS, 4.8 TB/s, 200 operations for each byte)."""
 
 
 @cache
@@ -36,6 +37,16 @@ def _kind(op: Any) -> str | None:
         return name
     name = name.lower()
     return "attention" if ("attention" in name or "attn" in name) and "backward" not in name else None
+
+
+def _is_cheap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether a product is wide and of few terms, as an adapter's second factor is, or what adds both to experts' weights.
+
+    The frozen layer's own output is kept beside it, and autograd needs neither: without this, selective checkpointing would
+    keep more with adapters than no checkpointing does.
+    """
+    terms, width = left.shape[-1], right.shape[-1]
+    return terms <= _CHEAP_CONTRACTION and 4 * terms <= width
 
 
 class KeepOutputs:
@@ -52,9 +63,9 @@ class KeepOutputs:
         kind = _kind(op)
         if kind is None or kind == "attention":
             return kind in self.keep
-        if "matmul" in self.keep:
-            return True
         left, right = (args[position] for position in _MATMUL[kind])
+        if "matmul" in self.keep:
+            return not _is_cheap(left, right)
         return "narrow_matmul" in self.keep and right.shape[-1] <= left.shape[-1]
 
 
@@ -140,101 +151,6 @@ class Recompute:
         """Undoes what it changed on the layers beside their forward; called when the policy is removed."""
 
 
-class BudgetedRecompute(Recompute):
-    """Gives each layer of each forward pass the variant that keeps the sum under a budget.
-
-    The layers of a short micro-batch all keep everything; those of a long one keep as little as it takes. What a
-    variant keeps is measured once for each new longest sequence, by running the layer and dropping the result, and
-    scaled by the number of elements for shorter ones (never too low, since the bytes of a token don't fall with length).
-
-    Args:
-        layers: The layers, in forward order.
-        ladder: Variants from the one that keeps most to the one that keeps least.
-        kept_bytes: Budget of all layers together, for one forward pass.
-        share: Budget as a share (0..1) of what the first variant keeps; one of the two is given.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        ladder: Sequence[Variant],
-        *,
-        kept_bytes: int | None = None,
-        share: float | None = None,
-    ) -> None:
-        super().__init__(layers, ())
-        self.ladder = list(ladder)
-        self.kept_bytes = kept_bytes
-        self.share = share
-        self._kinds = [_layer_kind(layer) for layer in layers]
-        self._ahead = [Counter(self._kinds[index:]) for index in range(len(self._kinds) + 1)]
-        self._per_element: dict[tuple[Hashable, int], dict[int, float]] = {}
-        self._used_bytes = 0.0
-        self._last_index = len(self.layers)
-        self._warned = False
-
-    def run_with_grad(self, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.choose(index, forward, args, kwargs)(forward, args, kwargs)
-
-    def choose(self, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-        """The variant for this layer in this forward pass."""
-        hidden = hidden_states(args, kwargs)
-        if hidden is None or hidden.dim() < 2:
-            return self.ladder[-1]
-        if index <= self._last_index:
-            self._used_bytes = 0.0
-        self._last_index = index
-
-        def size(rung: int, kind: Hashable) -> float:
-            per_element = self._lookup(kind, rung, hidden)
-            if per_element is None:  # a kind of layer that has not run at this length yet is taken to be like this one
-                per_element = self._measured(self._kinds[index], rung, forward, args, kwargs, hidden)
-            return per_element * hidden.numel()
-
-        def total(rung: int, kinds: Counter[Hashable]) -> float:
-            return sum(count * size(rung, kind) for kind, count in kinds.items())
-
-        everyone = self._ahead[0]
-        limit = self.kept_bytes if self.kept_bytes is not None else (self.share or 0.0) * total(0, everyone)
-        rungs = range(len(self.ladder))
-        chosen = next((rung for rung in rungs if total(rung, everyone) <= limit), None)
-        if chosen is None:
-            chosen = rungs[-1]
-            self._warn(limit, total(chosen, everyone))
-        if chosen > 0:
-            # one rung up where it fits: the rungs lie on a convex line of time against memory, so neighbours mix best
-            rest = total(chosen, self._ahead[index + 1])
-            if self._used_bytes + size(chosen - 1, self._kinds[index]) + rest <= limit:
-                chosen -= 1
-        self._used_bytes += size(chosen, self._kinds[index])
-        return self.ladder[chosen]
-
-    def _lookup(self, kind: Hashable, rung: int, hidden: torch.Tensor) -> float | None:
-        points = self._per_element.get((kind, rung), {})
-        longer = [length for length in points if length >= hidden.shape[-2]]
-        return points[min(longer)] if longer else None
-
-    def _measured(
-        self,
-        kind: Hashable,
-        rung: int,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        hidden: torch.Tensor,
-    ) -> float:
-        known = self._lookup(kind, rung, hidden)
-        if known is None:
-            known = kept_bytes(self.ladder[rung], forward, args, kwargs) / hidden.numel()
-            self._per_element.setdefault((kind, rung), {})[hidden.shape[-2]] = known
-        return known
-
-    def _warn(self, limit: float, least: float) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning("activation budget of %.0f bytes can't be met: the layers keep %.0f at least", limit, least)
-
-
 def kept_bytes(variant: Variant, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes that one layer call adds to what is kept until the backward pass, on the device of its input.
 
@@ -246,6 +162,9 @@ def kept_bytes(variant: Variant, forward: Forward, args: tuple[Any, ...], kwargs
         forward: The layer's forward.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
+
+    Raises:
+        TypeError: No argument is a tensor of hidden states.
     """
     hidden = hidden_states(args, kwargs)
     if hidden is None:
@@ -275,7 +194,3 @@ def kept_bytes(variant: Variant, forward: Forward, args: tuple[Any, ...], kwargs
     num_bytes = counted.live_bytes().get(device.type, 0)
     del output
     return num_bytes
-
-
-def _layer_kind(layer: nn.Module) -> Hashable:
-    return type(layer).__name__, tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())

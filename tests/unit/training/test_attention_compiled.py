@@ -220,6 +220,12 @@ def test_operations_of_a_kernel_are_those_of_its_window(window, keys):
     assert attention_flops.packed_attention_flops(lists, *values[:-1], [window, 0]) == expected
 
 
+def test_a_kernel_that_names_its_longest_length_otherwise_is_an_error_with_its_arguments():
+    query = torch.empty(50, 4, 16, device="meta")
+    with pytest.raises(TypeError, match="among q, k, v, longest"):
+        attention_flops.packed_attention_flops(["q", "k", "v", "longest"], query, query, query, 30)
+
+
 def test_layers_of_a_row_on_two_ranks_compile_whole():
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

@@ -23,6 +23,7 @@ from verl_ext_sharding.training.checkpointing import (
     remove,
 )
 from verl_ext_sharding.training.layers import decoder_layers
+from verl_ext_sharding.training.recompute import KeepOutputs
 from verl_ext_sharding.training.saved_bytes import LiveStorages, SavedTensors
 
 EAGER = [
@@ -66,7 +67,10 @@ def test_loss_and_gradients_are_bit_identical_under_every_eager_policy(model_and
     assert_same(reference, step(model, batch(), use_cache=False))
 
 
-@pytest.mark.parametrize("policy", [Full(), Selective(), Budget(share=0.3)], ids=str)
+LORA = [Full(), Selective(), Selective(("matmul",)), Selective(("narrow_matmul",)), Budget(share=0.3)]
+
+
+@pytest.mark.parametrize("policy", LORA, ids=str)
 def test_lora_gradients_are_bit_identical_and_nothing_warns_about_inputs_without_gradients(policy):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(qwen2(), peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
@@ -105,6 +109,39 @@ def test_policies_keep_less_in_the_order_that_their_names_promise():
         kept[name] = layer_bytes(model, inputs)
     assert kept["half"] - kept["full"] == pytest.approx((kept["none"] - kept["full"]) / 2, rel=0.01)
     assert kept["full"] < kept["attention"] < kept["matmul and attention"] < kept["none"]
+
+
+@pytest.mark.parametrize("keep", [("attention", "matmul"), ("matmul",), ("narrow_matmul",)], ids=str)
+def test_selective_keeps_with_lora_what_it_keeps_without_and_the_narrow_products_of_adapters(keep):
+    peft = pytest.importorskip("peft")
+    rank, num_adapters, inputs, plain = 4, 4 * 7, batch(padded=0), qwen2()
+    Selective(keep).apply(plain)
+    lora = peft.get_peft_model(qwen2(), peft.LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules="all-linear"))
+    Selective(keep).apply(lora)
+    narrow = inputs["input_ids"].numel() * rank * 4
+    assert layer_bytes(lora, inputs) <= layer_bytes(plain, inputs) + num_adapters * narrow
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "kept"),
+    [
+        ("mm", [(8, 1536), (1536, 8960)], True),
+        ("mm", [(8, 2048), (2048, 16384)], True),  # Gemma's, eight times as wide
+        ("mm", [(8, 512), (512, 32768)], True),  # latent attention's
+        ("addmm", [(64,), (8, 64), (64, 128)], True),
+        ("_grouped_mm", [(8, 768), (4, 768, 2048)], True),
+        ("mm", [(8, 1536), (1536, 32)], True),
+        ("mm", [(8, 32), (32, 1536)], False),
+        ("mm", [(8, 256), (256, 1024)], False),
+        ("addmm", [(1536,), (8, 32), (32, 1536)], False),
+        ("baddbmm", [(4, 1536, 768), (4, 1536, 32), (4, 32, 768)], False),  # peft adds both factors to experts' weights
+    ],
+    ids=str,
+)
+def test_of_matrix_products_selective_runs_those_of_few_terms_again(name, shapes, kept):
+    operands = tuple(torch.empty(shape, device="meta") for shape in shapes)
+    packet = getattr(torch.ops.aten, name)
+    assert KeepOutputs(frozenset({"matmul"}))(packet.default, operands) == kept
 
 
 def test_every_n_recomputes_one_layer_in_n_and_the_first_of_them():

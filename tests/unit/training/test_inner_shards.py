@@ -11,7 +11,7 @@ peft = pytest.importorskip("peft")
 import torch  # noqa: E402
 import torch._inductor.compile_fx  # noqa: E402
 from checkpointing_models import assert_same, decoder, loss_of, packed, qwen2  # noqa: E402
-from test_checkpointing_fsdp import full, on_two_ranks  # noqa: E402
+from test_checkpointing_fsdp import full  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
@@ -21,6 +21,7 @@ from torch.distributed.fsdp.wrap import (  # noqa: E402
     transformer_auto_wrap_policy,
 )
 
+from tests import ranks  # noqa: E402
 from verl_ext_sharding.training.checkpointing import Budget, applied, recompiles  # noqa: E402
 from verl_ext_sharding.training.layers import inner_fsdp_units  # noqa: E402
 from verl_ext_sharding.training.offload import ActivationOffload  # noqa: E402
@@ -111,11 +112,11 @@ def a_compiled_budget_holds(rank):
 
 
 def test_activation_offload_moves_the_same_bytes_however_adapters_are_wrapped_and_keeps_the_numbers():
-    on_two_ranks(offload_is_exact_and_leaves_adapters)
+    ranks.run(offload_is_exact_and_leaves_adapters)
 
 
 def test_a_compiled_budget_holds_where_fsdp1_wraps_adapters_and_says_why_it_runs_eagerly():
-    on_two_ranks(a_compiled_budget_holds)
+    ranks.run(a_compiled_budget_holds)
 
 
 def test_bytes_that_were_gathered_and_freed_are_not_counted_as_kept():
