@@ -17,6 +17,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl_ext_sharding.config.measures import RoleMeasures
 from verl_ext_sharding.config.schema import ActorConfig, RefConfig
 from verl_ext_sharding.config.translate import role_changes
+from verl_ext_sharding.engines import measured
 from verl_ext_sharding.engines.cpu import CpuEngineWithLMHead
 from verl_ext_sharding.errors import ConfigError
 from verl_ext_sharding.patch_points import logprobs as patch
@@ -74,6 +75,18 @@ def test_an_error_while_the_model_is_built_names_the_engines_role(monkeypatch):
     monkeypatch.setattr(FSDPEngine, "initialize", fails)
     with pytest.raises(ConfigError, match=r"set sharding\.roles\.ref\.logits=chunked"):
         engine("fused").initialize()
+
+
+@pytest.mark.parametrize(
+    ("on_ray", "ulysses", "padding"),
+    [
+        (True, "actor_rollout_ref.ref.ulysses_sequence_parallel_size", "actor_rollout_ref.model.use_remove_padding"),
+        (False, "engine.ulysses_sequence_parallel_size", "model.use_remove_padding"),
+    ],
+)
+def test_errors_of_attention_name_the_keys_of_the_trainer_that_runs(on_ray, ulysses, padding, monkeypatch):
+    monkeypatch.setattr(measured.spec, "current", lambda: SimpleNamespace(on_ray=on_ray))
+    assert engine(None)._attention_keys() == {"ulysses_key": ulysses, "padding_key": padding}
 
 
 @pytest.mark.parametrize(("per_step", "moved"), [(True, False), (False, True)])

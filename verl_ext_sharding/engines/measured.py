@@ -91,7 +91,7 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin,
             self.model_config.hf_config,
             ulysses_size=int(self.engine_config.ulysses_sequence_parallel_size),
             role=self.role,
-            ulysses_key=ULYSSES_KEY[self.role],
+            ulysses_key=self._attention_keys()["ulysses_key"],
         )
         if self.measures.logits is not None:
             self._set_fused(False)  # verl's own patch of the model looks at it while the model is built
@@ -170,14 +170,21 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin,
                 ulysses_size=int(self.engine_config.ulysses_sequence_parallel_size),
                 role=self.role,
                 because="as asked for" if requested is not None else "verl's own choice",
-                ulysses_key=ULYSSES_KEY[self.role],
-                padding_key=f"{MODEL_BLOCK[self.role]}.use_remove_padding",
+                **self._attention_keys(),
             )
         except ConfigError:
             if requested is not None:
                 raise
             return None  # nobody asked: verl runs what it runs
         return choice if requested is not None or choice.name != STOCK_ATTENTION else None
+
+    def _attention_keys(self) -> dict[str, str]:
+        """verl's keys that decide what attention can run, for what to type: of a PPO role, or of SFT."""
+        run = spec.current()
+        of_ppo = run is None or run.on_ray
+        model = MODEL_BLOCK[self.role] if of_ppo else "model"
+        ulysses = ULYSSES_KEY[self.role] if of_ppo else "engine.ulysses_sequence_parallel_size"
+        return {"ulysses_key": ulysses, "padding_key": f"{model}.use_remove_padding"}
 
     def _runs_stock_flash(self) -> bool:
         """Whether verl's own choice stands and is what it says: transformers takes one from the hub without flash-attn."""
