@@ -33,6 +33,12 @@ FIXED = [
 SPLIT = ["sharding.roles.actor.devices=[0,1]", "sharding.roles.critic.devices=[2]", "sharding.roles.ref.devices=[3]"]
 
 
+@pytest.fixture(autouse=True)
+def no_platform_exported(monkeypatch):
+    """With VERL_PLATFORM=cpu, SFT is planned for CPUs."""
+    monkeypatch.delenv(envs.VERL_PLATFORM, raising=False)
+
+
 @pytest.fixture
 def shown(capsys):
     """Runs `verl-sharding plan --placement` and returns what it printed."""
