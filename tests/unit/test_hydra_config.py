@@ -130,6 +130,19 @@ def composed(tmp_path_factory):
             *ppo,
             [ASKED, "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_prefix_caching=True"],
         ),
+        "key that follows another, which is typed": (
+            None,
+            "ppo_trainer",
+            [
+                ASKED,
+                "model_engine=megatron",
+                *(
+                    f"+actor_rollout_ref.{role}.megatron.override_transformer_config.use_flash_attn=True"
+                    for role in ("actor", "ref")
+                ),
+            ],
+        ),
+        "unknown key of a class of verl's": (*ppo, [ASKED, "actor_rollout_ref.actor.fsdp_config.no_such_key=1"]),
         "key of another role": (*ppo, [ASKED, "reward.reward_model.strategy=fsdp2"]),
         "key of the role's own blocks": (*ppo, [ASKED, "actor_rollout_ref.actor.param_offload=True"]),
         "key of a block": (*ppo, ["sharding.roles.critic={devices:[1],layot:fsdp}"]),
@@ -310,6 +323,11 @@ def test_keys_that_a_recipe_adds_for_itself_are_its_own(composed):
         ("inherited key that no yaml lists", ["fix:      +critic.fsdp.use_dynamic_bsz=True"]),
         ("key of an empty block", ["fix:      +critic.model.override_config.attn_implementation=sdpa"]),
         ("key of an empty block that verl has", ["fix:      actor_rollout_ref.rollout.enable_prefix_caching=True"]),
+        (
+            "key that follows another, which is typed",
+            ["fix:      remove +actor_rollout_ref.ref.megatron.override_transformer_config.use_flash_attn=True"],
+        ),
+        ("unknown key of a class of verl's", ["fix:      remove actor_rollout_ref.actor.fsdp_config.no_such_key=1"]),
         ("key of another role", ["no longer a training worker", "fix:      remove reward.reward_model.strategy"]),
         ("key of the role's own blocks", ["fix:      actor_rollout_ref.actor.fsdp_config.param_offload=True"]),
         ("old key", ["critic.model.fsdp_config.param_offload=True", "write critic.fsdp.param_offload=True"]),
@@ -353,6 +371,11 @@ def test_a_mistake_is_refused_with_the_right_key_named(case, parts, composed):
     error = composed[case]["error"]
     for part in parts:
         assert part in error
+
+
+def test_a_plus_is_not_offered_where_verls_class_takes_no_such_key(composed):
+    assert "or type +" not in composed["unknown key of a class of verl's"]["error"]
+    assert "or type +" in composed["someone else's key"]["error"]
 
 
 # Through the command

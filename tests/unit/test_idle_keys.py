@@ -49,6 +49,8 @@ def notes(compose):
         (("critic.ulysses_sequence_parallel_size=2",), "critic.fsdp.ulysses_sequence_parallel_size=2"),
         (("critic.grad_clip=0.5",), "critic.optim.clip_grad=0.5"),
         (("actor_rollout_ref.actor.grad_clip=0.5",), "actor_rollout_ref.actor.optim.clip_grad=0.5"),
+        (("actor_rollout_ref.actor.fsdp_config.strategy=fsdp2",), "actor_rollout_ref.actor.strategy=fsdp2"),
+        (("critic.fsdp.strategy=fsdp2",), "critic.strategy=fsdp2"),
         ((VEOMNI, "critic.ppo_max_token_len_per_gpu=2048"), "++critic.ppo_infer_max_token_len_per_gpu=2048"),
         (
             (VEOMNI, *FIXED),
@@ -80,6 +82,7 @@ def test_of_fixed_micro_batches_and_a_budget_the_first_are_told(notes):
         (),
         ("critic.ppo_max_token_len_per_gpu=32768", "critic.ulysses_sequence_parallel_size=1", "critic.grad_clip=1.0"),
         ("critic.use_dynamic_bsz=True",),
+        ("critic.fsdp.strategy=fsdp2", "critic.strategy=fsdp2"),
         ("critic.ppo_micro_batch_size_per_gpu=2",),  # as verl's own examples have it beside token budgets
         ("critic.ppo_max_token_len_per_gpu=2048", "+critic.ppo_infer_max_token_len_per_gpu=4096"),
         (

@@ -1,8 +1,8 @@
 """Keys of a role's block that verl's v1 trainer does not read, and what does what they say.
 
 The trainer builds the critic's engine from `critic.<engine>`, with `critic.ppo_infer_max_token_len_per_gpu` as the budget of
-both training and values (trainer/ppo/v1/trainer_base.py, `_setup`); and engines clip gradients by `optim.clip_grad`. So in
-verl 0.9.0 and 0.9.1 the other keys of these are read at most by checks of the config.
+both training and values (trainer/ppo/v1/trainer_base.py, `_setup`); engines clip gradients by `optim.clip_grad`, and take
+their strategy from the role. So in verl 0.9.0 and 0.9.1 the other keys of these are read at most by checks of the config.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from verl_ext_sharding.config.facts import critic_engine
+from verl_ext_sharding.config.facts import FSDP, critic_engine
 from verl_ext_sharding.config.measures import ENGINE_BLOCK
 from verl_ext_sharding.config.schema import ShardingConfig
 from verl_ext_sharding.config.token_budget import (
@@ -45,7 +45,7 @@ def idle_notes(
         values: verl's resolved values by dotted key.
         explicit: verl's keys that the user wrote on the command line; those of a recipe's yaml are often old.
     """
-    notes = list(_clipping(facts, values, explicit))
+    notes = [*_clipping(facts, values, explicit), *_strategies(facts, values, explicit)]
     if "critic" not in facts.engines:
         return notes
     engine, asked = facts.engines["critic"], request.roles.critic
@@ -69,6 +69,14 @@ def _clipping(facts: JobFacts, values: Mapping[str, Any], explicit: Collection[s
         key, counts = f"{block}.grad_clip", f"{block}.optim.clip_grad"
         if role != "ref" and key in explicit and values.get(key) != values.get(counts):
             yield _note([key], values.get(key), f"{counts}={values.get(counts)}", f"{counts}={values.get(key)}")
+
+
+def _strategies(facts: JobFacts, values: Mapping[str, Any], explicit: Collection[str]) -> Iterator[str]:
+    """verl writes a role's strategy over that of its engine (workers/config/actor.py and critic.py, `__post_init__`)."""
+    for role, engine in facts.engines.items():
+        key, counts = f"{ENGINE_BLOCK[role]}.strategy", f"{ENGINE_BLOCK[role].rpartition('.')[0]}.strategy"
+        if engine.strategy in FSDP and key in explicit and values.get(key) != engine.strategy:
+            yield _note([key], values.get(key), f"{counts}={engine.strategy}", f"{counts}={values.get(key)}")
 
 
 def _budgets(

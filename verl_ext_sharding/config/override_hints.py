@@ -77,14 +77,16 @@ def _explain_one(override: Any, overrides: Sequence[Any], config: DictConfig, sw
         return error
     if not switched_on or override.is_delete():
         return None
-    if name in fields_of(str(OmegaConf.select(config, f"{path}._target_"))):
+    target = OmegaConf.select(config, f"{path}._target_")
+    if name in fields_of(str(target)):
         return _unlisted(key, override.input_line)
     close = did_you_mean(name, known, at_least=0.8)
     if close:
         return _misspelt(missing, f"{path}.{close}" if path else close, override.input_line)
     if not known and isinstance(OmegaConf.select(config, path), DictConfig) and not _elsewhere(key, known_keys(config)):
         return _unlisted(key, override.input_line)
-    return _unknown(key, override.input_line, known_keys(config))
+    written = {other.key_or_group for other in overrides}
+    return _unknown(key, override.input_line, known_keys(config), written, is_typed=target is not None)
 
 
 def _add_what_to_type(error: ConfigError, overrides: Iterable[Any], config: DictConfig) -> None:
@@ -164,17 +166,27 @@ def _unlisted(key: str, line: str) -> ConfigError:
     )
 
 
-def _unknown(key: str, line: str, known: Collection[str]) -> ConfigError:
-    """The error for a key that verl has nowhere, or elsewhere. Hydra would have it added, so that nothing reads it."""
+def _unknown(key: str, line: str, known: Collection[str], written: Collection[str], *, is_typed: bool) -> ConfigError:
+    """The error for a key that verl has nowhere, or elsewhere. Hydra would have it added, so that nothing reads it.
+
+    Args:
+        key: The key.
+        line: The override.
+        known: Keys that there are.
+        written: Keys of all overrides.
+        is_typed: verl makes one of its classes of the block, which takes no key that it does not know.
+    """
     places = _elsewhere(key, known)
-    meant = [as_argument(line.replace(key, place, 1)) for place in places]
+    meant = [as_argument(line.replace(key, place, 1)) for place in places if place not in written]
+    instead = f"remove {as_argument(line)}"
+    if not places and not is_typed:
+        instead += f", or type {as_argument(f'+{line}')} if code of yours reads it"
     return ConfigError(
         f"{key}: no such key",
         expected=" or ".join(places) or "a key of verl's config",
         found=key,
         consequence="the run does not start",
-        remedy=" or ".join(meant)
-        or f"remove {as_argument(line)}, or type {as_argument(f'+{line}')} if code of yours reads it",
+        remedy=" or ".join(meant) or instead,
     )
 
 
