@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from merged_on_ranks import ADAPTERS, adapted, shard
 
+from verl_ext_sharding.engines import checkpoints
 from verl_ext_sharding.engines.checkpoints import HostCheckpointManager
 from verl_ext_sharding.errors import ConfigError
+from verl_ext_sharding.platforms.cpu import PlatformCPU
 
 BLOCK = "actor_rollout_ref.actor.checkpoint"
 ALONE = ["LoRA", "DoRA", "LoRA with a bias"]
@@ -27,6 +29,12 @@ def alone(tmp_path_factory):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    """What verl takes this machine for depends on which test asked it first."""
+    monkeypatch.setattr(checkpoints, "get_platform", PlatformCPU)
 
 
 def manager(name, *, lora_only=True, wrapping="fsdp2", seed_offset=0.0):
