@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext_sharding.config.dtypes import item_bytes, stored_dtype
+from verl_ext_sharding.config.dtypes import full_dtype, item_bytes, stored_dtype
 from verl_ext_sharding.config.facts import uses_lora
 from verl_ext_sharding.config.measures import ENGINE_BLOCK, ENGINE_ROLES, MODEL_BLOCK, LayerSpread, RoleMeasures
 from verl_ext_sharding.config.schema import ShardingConfig
@@ -141,7 +141,7 @@ def _impossible(
 
 
 def _is_float16(dtype: Any) -> bool:
-    return dtype in ("fp16", "float16")  # in the spellings that verl reads (utils/torch_dtypes.py)
+    return bool(full_dtype(dtype) == "float16")
 
 
 def planned_rows(config: DictConfig, layer_map: LayerMap) -> tuple[LayerRow, ...]:

@@ -236,8 +236,6 @@ def _ways_to_part(reward: ServerFacts, values: Mapping[str, Any], placement: Pla
     devices, block = "sharding.roles.reward.devices", "reward.reward_model"
     if free := free_devices(reward, placement):
         yield f"{devices}={format_devices(free)}"
-    listed = (
-        devices not in values or values[devices] is not None
-    )  # of what is set, lists alone are not among the values
+    listed = values.get(devices, ()) is not None  # of what is set, lists alone are not among the values
     pool = f"{block}.enable_resource_pool=True {block}.nnodes=1 {block}.n_gpus_per_node={reward.ranks_per_replica}"
     yield f"{devices}=null {pool}" if listed else pool

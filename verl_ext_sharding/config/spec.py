@@ -97,6 +97,12 @@ def current() -> RunSpec | None:
     return _parse(text) if text else None
 
 
+def is_sft() -> bool:
+    """Whether this process belongs to a run of SFT, whose config has one model, and other blocks than PPO's."""
+    run = current()
+    return run is not None and not run.on_ray
+
+
 @functools.lru_cache(maxsize=1)
 def _parse(text: str) -> RunSpec:
     return RunSpec.from_json(text)

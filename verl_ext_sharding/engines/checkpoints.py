@@ -68,9 +68,9 @@ class HostCheckpointMixin:
         )
 
     def _checkpoint_block(self) -> str:
-        run = spec.current()
-        of_ppo = run is None or run.on_ray
-        return CHECKPOINT_BLOCK.get(self.role, CHECKPOINT_BLOCK["actor"]) if of_ppo else SFT_CHECKPOINT_BLOCK
+        if spec.is_sft():
+            return SFT_CHECKPOINT_BLOCK
+        return CHECKPOINT_BLOCK.get(self.role, CHECKPOINT_BLOCK["actor"])
 
     def _step_device(self) -> Where:
         """Where the optimizer steps."""

@@ -180,10 +180,9 @@ class MeasuredEngineMixin(HostCheckpointMixin, MetaInitMixin, MergedExportMixin,
 
     def _attention_keys(self) -> dict[str, str]:
         """verl's keys that decide what attention can run, for what to type: of a PPO role, or of SFT."""
-        run = spec.current()
-        of_ppo = run is None or run.on_ray
-        model = MODEL_BLOCK[self.role] if of_ppo else "model"
-        ulysses = ULYSSES_KEY[self.role] if of_ppo else "engine.ulysses_sequence_parallel_size"
+        is_sft = spec.is_sft()
+        model = "model" if is_sft else MODEL_BLOCK[self.role]
+        ulysses = "engine.ulysses_sequence_parallel_size" if is_sft else ULYSSES_KEY[self.role]
         return {"ulysses_key": ulysses, "padding_key": f"{model}.use_remove_padding"}
 
     def _runs_stock_flash(self) -> bool:
